@@ -1,0 +1,1 @@
+"""Shipped precision policies, installed as `precision_policies.shipped` (package data)."""
