@@ -1,0 +1,136 @@
+"""Arithmetic whose bits cannot depend on batch, padding, threads or library: the tools of the reference.
+
+Three ideas, each an argument rather than a hope:
+
+* **Exact dot products** (`align`). A sum of 128 products of integers below 2^23 stays below 2^53, so an fp64
+  GEMM over one 128-block commits no rounding at all, whatever order, FMA or blocking the library uses. e4m3
+  codes are such integers (times 2^-9). Other operands are first rounded to a 23-bit grid relative to the
+  largest element of their own 128-block: an error of at most 2^-24 * 2^ceil(log2 amax), fp32's own size.
+* **A fixed tree** (`lane_sum`). Blocks of 128 lanes are added one after the other, then the 128 lanes fold
+  by halves (lane i + lane i+64, then +32, ... +1). Only elementwise additions, so vector width and threads
+  cannot matter, and zeros appended at the end change nothing. A Triton program copies it with
+  reshape([2, n/2]) / trans / split.
+* **exp and log from IEEE additions and multiplications** (no FMA, no table, no library call). torch.exp uses
+  another routine for the tail of a vector than for its body, so its bits depend on the position in a batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import pad
+
+from precision_kernels.reference.formats import BLOCK, blocks
+
+GRID_BITS = 23
+"""Operands are integers of magnitude <= 2^23 after `align`: 128 * 2^23 * 2^23 = 2^53, still exact in fp64."""
+
+
+def _rounder(exponent: torch.Tensor) -> torch.Tensor:
+    """fp64 c = 1.5 * 2^(exponent + 52 - GRID_BITS): (x + c) - c rounds x to the grid 2^(exponent - GRID_BITS).
+
+    ``exponent`` is an int64 tensor; |x| <= 2^exponent must hold, so x + c stays in c's binade.
+    """
+    return (((exponent + (52 - GRID_BITS + 1023)) << 52) | (1 << 51)).view(torch.float64)
+
+
+def exponent_ceiling(amax: torch.Tensor) -> torch.Tensor:
+    """int64 e with amax <= 2^e (smallest such e >= -126) for fp32 amax >= 0; 128 for inf; arbitrary for NaN."""
+    bits = amax.view(torch.int32).to(torch.int64)
+    return ((bits + 0x007FFFFF) >> 23) - 127
+
+
+def align(x: torch.Tensor) -> torch.Tensor:
+    """Round x [..., K] (fp32/bf16/fp16/fp64-holding-fp32) to its 23-bit block grids, as fp64 [..., K].
+
+    Blocks are 128 along the last dimension. Idempotent, and the result is representable in the input dtype.
+    inf and NaN pass through unchanged (a GEMM then follows IEEE rules, which need no order).
+    """
+    k = x.shape[-1]
+    out = x.to(torch.float64, copy=True)
+    for start in range(0, k, BLOCK):
+        part = out[..., start : start + BLOCK]
+        amax = part.abs().amax(-1, keepdim=True).float() if part.numel() else part[..., :1].float()
+        c = _rounder(exponent_ceiling(amax))
+        part.add_(c).sub_(c)
+    return out
+
+
+def lane_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension in the fixed order of the module docstring; x [..., K] -> [...], x's dtype.
+
+    lanes[i] = x[i] + x[128+i] + x[256+i] + ... in this order, missing elements are 0; then halves fold.
+    """
+    k = x.shape[-1]
+    if k == 0:
+        return x.new_zeros(x.shape[:-1])
+    if k <= BLOCK:
+        lanes = x
+    else:
+        if k % BLOCK:
+            x = pad(x, (0, -k % BLOCK))
+        lanes = x[..., :BLOCK] + x[..., BLOCK : 2 * BLOCK]
+        for start in range(2 * BLOCK, x.shape[-1], BLOCK):
+            lanes += x[..., start : start + BLOCK]
+    return fold_lanes(lanes)
+
+
+def fold_lanes(lanes: torch.Tensor) -> torch.Tensor:
+    """[..., n <= 128] -> [...]: zero-pad to a power of two, then add the upper half to the lower half until one is left."""
+    n = lanes.shape[-1]
+    if n & (n - 1):
+        lanes = pad(lanes, (0, (1 << (n - 1).bit_length()) - n))
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+_LOG2E = 1.4426950408889634
+_LN2_HIGH = 0.693359375
+_LN2_LOW = -2.1219444005469057e-4
+_EXP_COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """e^x for fp32 x, from separate fp32 multiplies and adds in a fixed order (a twin must disable FMA fusion).
+
+    x is clamped to [-88, 89]; k = rint(x * log2e); r = (x - k*0.693359375) - k*(-2.12194440e-4);
+    p = Horner over the six coefficients above in r; y = (p*r*r + r) + 1; result y * 2^k, with 2^-127 read as 0
+    and 2^128 as inf. Within 2 ulp of e^x for -87.3 < x < 88.37, 0 or subnormal below, inf above; NaN stays NaN.
+    Coefficients: the classic minimax set of Cephes' expf (S. Moshier).
+    """
+    x = x.clamp(-88.0, 89.0)
+    k = (x * _LOG2E).round_()
+    r = x.sub_(k * _LN2_HIGH).sub_(k * _LN2_LOW)
+    p = r * _EXP_COEFFICIENTS[0]
+    for coefficient in _EXP_COEFFICIENTS[1:-1]:
+        p.add_(coefficient).mul_(r)
+    p.add_(_EXP_COEFFICIENTS[-1]).mul_(r).mul_(r).add_(r).add_(1.0)
+    power = ((k.to(torch.int32) + 127) << 23).view(torch.float32)
+    return p.mul_(power)
+
+
+_LOG_COEFFICIENTS = tuple(2.0 / (2 * i + 1) for i in range(11, -1, -1))
+
+
+def log(x: torch.Tensor) -> torch.Tensor:
+    """Natural logarithm of fp32 x > 0 (normal numbers), computed in fp64 and rounded once to fp32.
+
+    x = 2^e * m with m in [0.75, 1.5); s = (m - 1) / (m + 1); log m = s * P(s^2), P = sum of 2/(2i+1) s^(2i) for
+    i = 11..0 by Horner; result e*ln2 + log m. |s| <= 1/5, so the series' rest is below 1e-18. Meant for one
+    value per row (a log-sum-exp), hence fp64. 0 gives about -88, it is never called there.
+    """
+    bits = x.view(torch.int32)
+    e = ((bits - 0x3F400000) >> 23).to(torch.int32)
+    m = (bits - (e << 23)).view(torch.float32).double()
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    p = torch.full_like(z, _LOG_COEFFICIENTS[0])
+    for coefficient in _LOG_COEFFICIENTS[1:]:
+        p = p.mul_(z).add_(coefficient)
+    return (e.double() * math.log(2.0)).add_(p.mul_(s)).float()
+
+
+__all__ = ["GRID_BITS", "align", "blocks", "exp", "exponent_ceiling", "fold_lanes", "lane_sum", "log"]
