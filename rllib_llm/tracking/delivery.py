@@ -1,0 +1,204 @@
+"""Deliver tracking operations from a background thread: in order, retried, and never at the cost of training.
+
+The driver's thread only appends to a queue. A store that does not answer keeps the head of the queue waiting, with
+growing pauses; what is still undelivered when the run ends is written to a JSON-lines file from which
+``rllib-llm tracking send`` can deliver it later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from rllib_llm.tracking.store import MLflowStore, Operation
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_MAX_WAITING = 20_000  # operations; one iteration is one or two, so this is hours of a store that is away
+
+
+@dataclass(frozen=True)
+class DeliveryReport:
+    """What became of the operations of one run of the driver."""
+
+    delivered: int
+    refused: tuple[str, ...]  # one line per operation that the store refused for good
+    undelivered: int  # operations that wait in `spool`
+    spool: Path | None
+
+    @property
+    def complete(self) -> bool:
+        return not self.refused and not self.undelivered
+
+    def __str__(self) -> str:
+        if self.complete:
+            return f"tracking: {self.delivered} writes delivered"
+        lines = [f"tracking: {self.delivered} writes delivered, {len(self.refused)} refused, {self.undelivered} undelivered"]
+        lines += [f"  refused: {line}" for line in self.refused[:5]]
+        if self.spool is not None:
+            lines.append(f"  the rest waits in {self.spool}; send it with: rllib-llm tracking send {self.spool}")
+        return "\n".join(lines)
+
+
+class Delivery:
+    """A queue of operations and the thread that empties it into a store.
+
+    Args:
+        store: where operations go.
+        spool: file that takes what could not be delivered by the time of ``close``.
+    """
+
+    def __init__(self, store: MLflowStore, spool: Path, max_waiting: int = _MAX_WAITING) -> None:
+        self._store = store
+        self._spool = spool
+        self._max_waiting = max_waiting
+        self._waiting: deque[Operation] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._delivered = 0
+        self._spooled = 0
+        self._refused: list[str] = []
+        self._complained = False
+        self._thread = threading.Thread(target=self._work, name="rllib-llm-tracking", daemon=True)
+        self._thread.start()
+
+    @property
+    def run_ids(self) -> dict[str, str]:
+        """The store's ids of the runs created so far, by our names."""
+        return dict(self._store.run_ids)
+
+    def submit(self, op: Operation) -> None:
+        """Queue one operation; returns at once."""
+        with self._changed:
+            if len(self._waiting) >= self._max_waiting:
+                self._write_spool([op])
+            else:
+                self._waiting.append(op)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything submitted so far is delivered or refused; False when time ran out."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
+    def close(self, timeout_s: float) -> DeliveryReport:
+        """Deliver what can be delivered in ``timeout_s`` seconds, spool the rest, and report. Further calls report again."""
+        self.flush(timeout_s)
+        with self._changed:
+            self._closing = True
+            left = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+            if left:
+                self._write_spool(left)
+        return DeliveryReport(
+            self._delivered, tuple(self._refused), self._spooled, self._spool if self._spooled else None
+        )
+
+    def _work(self) -> None:
+        pause = _FIRST_PAUSE_S
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if self._closing:
+                    return
+                op = self._waiting[0]
+            error = self._attempt(op)
+            with self._changed:
+                if error is not None and not self._store.is_permanent(error):
+                    self._complain(error, pause)
+                    self._changed.wait_for(lambda: self._closing, pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+                    continue
+                pause = _FIRST_PAUSE_S
+                self._settle(op, error)
+
+    def _attempt(self, op: Operation) -> Exception | None:
+        try:
+            self._store.apply(op)
+        except Exception as error:  # the library documents no closed set, and nothing it raises may end training
+            return error
+        return None
+
+    def _settle(self, op: Operation, error: Exception | None) -> None:
+        """Take the head off the queue (unless ``close`` has taken it) and count its fate. Called with the lock held."""
+        if self._waiting and self._waiting[0] is op:
+            self._waiting.popleft()
+        if error is None:
+            self._delivered += 1
+            if self._complained:
+                logger.warning("MLflow at %s answers again; %d writes to catch up", self._store.uri, len(self._waiting))
+                self._complained = False
+        else:
+            line = f"{op.kind} of run {op.run!r}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self._refused.append(line)
+            logger.warning("MLflow refused a write: %s", line)
+        self._changed.notify_all()
+
+    def _complain(self, error: Exception, pause: float) -> None:
+        if not self._complained:
+            logger.warning(
+                "MLflow at %s does not answer (%s: %s); training goes on, writes are kept and retried every %.1f s or more",
+                self._store.uri, type(error).__name__, str(error).splitlines()[0] if str(error) else "", pause,
+            )
+            self._complained = True
+
+    def _write_spool(self, ops: list[Operation]) -> None:
+        """Append operations to the spool file, after one line that says which store and which runs they belong to."""
+        header = {"tracking_uri": self._store.uri, "experiment": self._store.experiment, "run_ids": self._store.run_ids}
+        try:
+            self._spool.parent.mkdir(parents=True, exist_ok=True)
+            with self._spool.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(header) + "\n")
+                file.writelines(json.dumps(op.to_dict()) + "\n" for op in ops)
+            self._spooled += len(ops)
+        except OSError as error:
+            self._refused.append(f"{len(ops)} writes lost: the file {self._spool} could not be written: {error}")
+
+
+def send_spooled(spool: Path, tracking_uri: str | None = None, timeout_s: float = 60.0) -> DeliveryReport:
+    """Deliver a spool file left by an earlier run; on success the file is renamed to ``*.sent``.
+
+    Raises ValueError naming the line where the file is not one of ours.
+    """
+    uri, experiment, run_ids, ops = _read_spool(spool)
+    delivery = Delivery(MLflowStore(tracking_uri or uri, experiment, run_ids), spool.with_suffix(".again"))
+    for op in ops:
+        delivery.submit(op)
+    report = delivery.close(timeout_s)
+    if report.undelivered == 0:
+        spool.rename(spool.with_suffix(".sent"))
+    else:
+        spool.with_suffix(".again").replace(spool)
+        report = DeliveryReport(report.delivered, report.refused, report.undelivered, spool)
+    return report
+
+
+def _read_spool(spool: Path) -> tuple[str, str, dict[str, str], list[Operation]]:
+    uri = experiment = ""
+    run_ids: dict[str, str] = {}
+    ops: list[Operation] = []
+    for number, line in enumerate(spool.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            if "tracking_uri" in record:
+                uri, experiment = record["tracking_uri"], record["experiment"]
+                run_ids.update(record["run_ids"])
+            else:
+                ops.append(Operation(record["run"], record["kind"], record["payload"]))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{spool}, line {number}: not a tracking operation ({error!r})") from error
+    if not uri:
+        raise ValueError(f"{spool} names no tracking store; it is not a file that a run has left")
+    return uri, experiment, run_ids, ops
+
+
+def now_ms() -> int:
+    """Milliseconds since the epoch, MLflow's unit of time."""
+    return int(time.time() * 1000)

@@ -1,0 +1,163 @@
+"""The one place that talks to MLflow: plain-data operations, and what each does to a tracking store."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rllib_llm.tracking import entries
+
+DEFAULT_STORE = "sqlite:///mlflow.db"
+# MLflow's own retries keep a request up for minutes; ours come from the delivery thread, which can be stopped. Its
+# progress bar for artefacts would be drawn over ours.
+_MLFLOW_DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+
+
+class TrackingUnavailableError(RuntimeError):
+    """MLflow is not installed although tracking is switched on."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One write to the store, as plain data, so that it can wait in a queue or in a file.
+
+    run: our own name of the MLflow run ("experiment", or a Tune trial id); the store's id is known only once the
+        server has answered.
+    kind: "create" {name, parent, tags, start_ms} · "params" {key: value} · "tags" {key: value} ·
+        "metrics" {step, time_ms, values} · "text" {file, text} · "table" {file, columns} · "file" {path, folder} ·
+        "finish" {status, end_ms}.
+    """
+
+    run: str
+    kind: str
+    payload: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class MLflowStore:
+    """Applies operations to a tracking store; knows which MLflow run each of our runs is.
+
+    Raises TrackingUnavailableError when MLflow is missing. ``apply`` raises whatever MLflow raises; ``is_permanent``
+    tells whether trying again can help.
+    """
+
+    def __init__(self, tracking_uri: str, experiment: str, run_ids: dict[str, str] | None = None) -> None:
+        self.uri = resolve_uri(tracking_uri)
+        self.experiment = experiment
+        self.run_ids: dict[str, str] = dict(run_ids or {})
+        self._experiment_id: str | None = None
+        require_mlflow()
+        for name, value in _MLFLOW_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+
+    def apply(self, op: Operation) -> None:
+        """Carry out one operation. A run of an unknown name raises KeyError: its creation was refused for good."""
+        if op.kind == "create":
+            self._create(op)
+            return
+        getattr(self, f"_{op.kind}")(self.run_ids[op.run], op.payload)
+
+    @staticmethod
+    def is_permanent(error: Exception) -> bool:
+        """True where the store has answered and refused (HTTP 4xx but 429), or the operation itself is wrong."""
+        status = getattr(error, "get_http_status_code", None)
+        if status is not None:
+            code = status()
+            return 400 <= code < 500 and code != 429
+        return isinstance(error, (KeyError, TypeError, ValueError, AttributeError, FileNotFoundError))
+
+    def _client(self) -> Any:
+        from mlflow import MlflowClient
+
+        return MlflowClient(tracking_uri=self.uri)
+
+    def _experiment(self) -> str:
+        if self._experiment_id is None:
+            client = self._client()
+            found = client.get_experiment_by_name(self.experiment)
+            if found is not None:
+                self._experiment_id = found.experiment_id
+            else:
+                self._experiment_id = client.create_experiment(self.experiment, artifact_root(self.uri))
+        return self._experiment_id
+
+    def _create(self, op: Operation) -> None:
+        if op.run in self.run_ids:  # continues a run of an earlier process
+            self._client().update_run(self.run_ids[op.run], status="RUNNING")
+            return
+        tags = dict(op.payload.get("tags", {}))
+        parent = op.payload.get("parent")
+        if parent:
+            tags["mlflow.parentRunId"] = self.run_ids[parent]
+        run = self._client().create_run(
+            self._experiment(), start_time=op.payload.get("start_ms"), tags=tags, run_name=op.payload.get("name")
+        )
+        self.run_ids[op.run] = run.info.run_id
+
+    def _params(self, run_id: str, values: dict[str, str]) -> None:
+        from mlflow.entities import Param
+
+        for chunk in entries.chunks(values.items(), entries.PARAMS_PER_BATCH):
+            self._client().log_batch(run_id, params=[Param(key, value) for key, value in chunk])
+
+    def _tags(self, run_id: str, values: dict[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        for chunk in entries.chunks(values.items(), entries.PARAMS_PER_BATCH):
+            self._client().log_batch(run_id, tags=[RunTag(key, value) for key, value in chunk])
+
+    def _metrics(self, run_id: str, payload: dict[str, Any]) -> None:
+        from mlflow.entities import Metric
+
+        at, step = payload["time_ms"], payload["step"]
+        for chunk in entries.chunks(payload["values"].items(), entries.METRICS_PER_BATCH):
+            self._client().log_batch(run_id, metrics=[Metric(key, value, at, step) for key, value in chunk])
+
+    def _text(self, run_id: str, payload: dict[str, Any]) -> None:
+        self._client().log_text(run_id, payload["text"], payload["file"])
+
+    def _table(self, run_id: str, payload: dict[str, Any]) -> None:
+        self._client().log_table(run_id, payload["columns"], payload["file"])
+
+    def _file(self, run_id: str, payload: dict[str, Any]) -> None:
+        self._client().log_artifact(run_id, payload["path"], payload.get("folder"))
+
+    def _finish(self, run_id: str, payload: dict[str, Any]) -> None:
+        self._client().set_terminated(run_id, payload["status"], payload.get("end_ms"))
+
+
+def require_mlflow() -> None:
+    """Raise TrackingUnavailableError, with what to do, where MLflow cannot be imported."""
+    try:
+        import mlflow  # noqa: F401
+    except ImportError as error:
+        raise TrackingUnavailableError(
+            "tracking is switched on but MLflow cannot be imported "
+            f"({error}). Install it with `pip install 'rllib-llm[mlflow]'`, or set tracking.enabled=false."
+        ) from error
+
+
+def resolve_uri(uri: str) -> str:
+    """An absolute form of a store address: a relative sqlite file is taken from the current directory, now.
+
+    Tune's workers have other working directories, so a relative file would be another store in each process.
+    """
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        return "sqlite:///" + str(Path(uri.removeprefix("sqlite:///")).absolute())
+    return uri
+
+
+def artifact_root(uri: str) -> str | None:
+    """Where artefacts of a local sqlite store go: ``mlartifacts/`` beside the database; None lets a server decide."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    database = uri.removeprefix("sqlite:///").split("?")[0]
+    return str(Path(database).parent / "mlartifacts")
