@@ -1,0 +1,18 @@
+"""Train-rollout mismatch: metrics (one documented table), buckets, aggregation by environment, probe by
+layer."""
+
+from rllib_llm.mismatch.metrics import MismatchInputError, metrics, response_positions
+from rllib_llm.mismatch.monitor import MismatchMonitor
+from rllib_llm.mismatch.registry import METRICS, SIGN_CONVENTION, markdown_table
+from rllib_llm.mismatch.sampling import require_comparable_sampling
+
+__all__ = [
+    "METRICS",
+    "SIGN_CONVENTION",
+    "MismatchInputError",
+    "MismatchMonitor",
+    "markdown_table",
+    "metrics",
+    "require_comparable_sampling",
+    "response_positions",
+]
