@@ -1,0 +1,44 @@
+"""A policy as YAML text for people: complete, commented from the field descriptions, and read back exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from .coerce import describe, hints
+from .policy import PrecisionPolicy
+
+_WIDTH = 100
+
+
+def to_yaml(policy: PrecisionPolicy, comments: bool = True) -> str:
+    """YAML of the whole tree; `from_yaml` of it equals `policy`. Comments are the descriptions of the fields."""
+    lines = (
+        [f"# {line}" for line in textwrap.wrap(f"fingerprint {policy.fingerprint}", _WIDTH)]
+        if comments
+        else []
+    )
+    _section(policy, lines, 0, comments)
+    return "\n".join(lines) + "\n"
+
+
+def _section(part: Any, lines: list[str], depth: int, comments: bool) -> None:
+    pad, types = "  " * depth, hints(type(part))
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if comments:
+            nested = dataclasses.is_dataclass(value)
+            text = field.metadata["doc"] + ("" if nested else f" [{describe(types[field.name])}]")
+            lines += [f"{pad}# {line}" for line in textwrap.wrap(text, _WIDTH - len(pad))]
+        if dataclasses.is_dataclass(value):
+            lines.append(f"{pad}{field.name}:")
+            _section(value, lines, depth + 1, comments)
+        else:
+            plain = (
+                list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
+            )
+            dumped = OmegaConf.to_yaml(OmegaConf.create({field.name: plain}), sort_keys=True)
+            lines += [pad + line for line in dumped.rstrip("\n").split("\n")]
