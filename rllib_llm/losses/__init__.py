@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rllib_llm.losses.base import Loss, LossConfig, LossInputs, LossOutput
+from rllib_llm.losses.calibration import RatioNoise, calibrated, noise_sums
 from rllib_llm.losses.dapo import DAPOLoss, GroupSelection, informative_groups, overlong_penalty
 from rllib_llm.losses.dr_grpo import DrGRPOLoss
 from rllib_llm.losses.grpo import GRPOLoss
@@ -44,8 +45,11 @@ __all__ = [
     "LossInputs",
     "LossOutput",
     "RLOOLoss",
+    "RatioNoise",
     "ReinforcePPLoss",
+    "calibrated",
     "informative_groups",
     "make_loss",
+    "noise_sums",
     "overlong_penalty",
 ]

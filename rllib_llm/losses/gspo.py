@@ -14,8 +14,8 @@ class GSPOLoss(Loss):
     s_i = (pi(o_i | q) / pi_old(o_i | q))^(1/|o_i|) = exp( 1/|o_i| sum_t (logp_it - old_logp_it) )
 
     One ratio and one clip decision per response, its log clamped before exp. Written in the paper's token
-    form (GSPO-token), s_it = sg[s_i] pi_it / sg[pi_it], averaged over the response: same value and gradient when
-    advantage and weight are constant over the response, and both may vary per token otherwise.
+    form (GSPO-token), s_it = sg[s_i] pi_it / sg[pi_it], averaged over the response: same value and gradient
+    when advantage and weight are constant over the response, and both may vary per token otherwise.
     Paper's range: e_low = 3e-4, e_high = 4e-4; ranges made for token ratios (0.2) would hardly ever clip.
 
     Normaliser: mean over a response's tokens, then **sequences**.
