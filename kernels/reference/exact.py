@@ -6,10 +6,10 @@ Three ideas, each an argument rather than a hope:
   GEMM over one 128-block commits no rounding at all, whatever order, FMA or blocking the library uses. e4m3
   codes are such integers (times 2^-9). Other operands are first rounded to a 23-bit grid relative to the
   largest element of their own 128-block: an error of at most 2^-24 * 2^ceil(log2 amax), fp32's own size.
-* **A fixed tree** (`lane_sum`). Blocks of 128 lanes are added one after the other, then the 128 lanes fold
-  by halves (lane i + lane i+64, then +32, ... +1). Only elementwise additions, so vector width and threads
-  cannot matter, and zeros appended at the end change nothing. A Triton program copies it with
-  reshape([2, n/2]) / trans / split.
+* **A fixed tree** (`lane_sum`). Chunks of 4096 fold by halves (element i + element i+2048, then +1024, ... +1) and
+  chunk sums are added one after the other. Only elementwise additions, so vector width and threads cannot matter, and
+  zeros appended at the end change nothing. A Triton program copies it with reshape([2, n/2]) and a sum over the axis of
+  two; in Triton's own layout the first levels stay in registers, so a row is read once (`kernels/triton/numerics.py`).
 * **exp and log from IEEE additions and multiplications** (no FMA, no table, no library call). torch.exp uses
   another routine for the tail of a vector than for its body, so its bits depend on the position in a batch.
 """
@@ -57,27 +57,23 @@ def align(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def lane_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension in the fixed order of the module docstring; x [..., K] -> [...], x's dtype.
+SUM_CHUNK = 4096
+"""Elements that `lane_sum` folds at once: a row of this size fits the registers of one GPU thread block."""
 
-    lanes[i] = x[i] + x[128+i] + x[256+i] + ... in this order, missing elements are 0; then halves fold.
-    """
+
+def lane_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension in the fixed order of the module docstring; x [..., K] -> [...], x's dtype."""
     k = x.shape[-1]
     if k == 0:
         return x.new_zeros(x.shape[:-1])
-    if k <= BLOCK:
-        lanes = x
-    else:
-        if k % BLOCK:
-            x = pad(x, (0, -k % BLOCK))
-        lanes = x[..., :BLOCK] + x[..., BLOCK : 2 * BLOCK]
-        for start in range(2 * BLOCK, x.shape[-1], BLOCK):
-            lanes += x[..., start : start + BLOCK]
-    return fold_lanes(lanes)
+    total = fold_lanes(x[..., :SUM_CHUNK])
+    for start in range(SUM_CHUNK, k, SUM_CHUNK):
+        total = total + fold_lanes(x[..., start : start + SUM_CHUNK])
+    return total
 
 
 def fold_lanes(lanes: torch.Tensor) -> torch.Tensor:
-    """[..., n <= 128] -> [...]: zero-pad to a power of two, then add the upper half to the lower half until one is left."""
+    """[..., n] -> [...]: zero-pad to a power of two, then add the upper half to the lower half until one is left."""
     n = lanes.shape[-1]
     if n & (n - 1):
         lanes = pad(lanes, (0, (1 << (n - 1).bit_length()) - n))
@@ -90,7 +86,14 @@ def fold_lanes(lanes: torch.Tensor) -> torch.Tensor:
 _LOG2E = 1.4426950408889634
 _LN2_HIGH = 0.693359375
 _LN2_LOW = -2.1219444005469057e-4
-_EXP_COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_EXP_COEFFICIENTS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
@@ -133,4 +136,14 @@ def log(x: torch.Tensor) -> torch.Tensor:
     return (e.double() * math.log(2.0)).add_(p.mul_(s)).float()
 
 
-__all__ = ["GRID_BITS", "align", "blocks", "exp", "exponent_ceiling", "fold_lanes", "lane_sum", "log"]
+__all__ = [
+    "GRID_BITS",
+    "SUM_CHUNK",
+    "align",
+    "blocks",
+    "exp",
+    "exponent_ceiling",
+    "fold_lanes",
+    "lane_sum",
+    "log",
+]
