@@ -1,0 +1,241 @@
+"""RMSNorm and residual-add + RMSNorm of :mod:`precision_kernels.reference.norm`, optionally quantising the result.
+
+A row is read once, held in registers, reduced by ``reference.exact.lane_sum``'s tree and written once; several short
+rows (the per-head q and k norms) share a program. Nothing in a program depends on how many rows the call has, so a
+row's bits cannot either. ``quantise=True`` writes e4m3 codes and 1x128 scales instead of (or besides) the bf16 result:
+the same bits as ``quantise_activation(rms_norm(x))``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from precision_kernels.reference.exact import SUM_CHUNK
+from precision_kernels.reference.formats import FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
+from precision_kernels.reference.norm import _check
+from precision_kernels.triton.numerics import (
+    block_scale,
+    divide_by_scale,
+    encode_e4m3,
+    finite_magnitude,
+    fold,
+    round_to,
+    widen,
+)
+from precision_kernels.triton.quantise import aligned_scales
+
+_BACKWARD_ROWS = 16
+"""Rows whose dweight one program adds up; a constant, so that the sum's order depends on the number of rows only."""
+
+
+@triton.jit
+def _load_rows(x, residual, new_residual, offsets, out, mask, ADD: tl.constexpr):
+    """fp32 rows to normalise; with ADD the sum is rounded to the compute dtype, stored, and widened again."""
+    v = tl.load(x + offsets, mask, 0.0)
+    if ADD:
+        v = round_to(widen(v) + widen(tl.load(residual + out, mask, 0.0)), v.dtype)
+        tl.store(new_residual + out, v, mask)
+    return widen(v)
+
+
+@triton.jit
+def _forward_kernel(
+    x, residual, weight, y, new_residual, rstd, codes, scales, M, H, D, x_m, x_h, scale_m, scale_b, eps, floor,
+    ADD: tl.constexpr, WRITE: tl.constexpr, QUANTISE: tl.constexpr, UE8M0: tl.constexpr,
+    FAST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (rows < M)[:, None]
+    start = (rows // H * x_m + rows % H * x_h)[:, None]
+    lanes = tl.arange(0, WIDTH)[None, :]
+    total = tl.zeros((ROWS,), tl.float32)
+    chunks = ()
+    for c in tl.static_range(CHUNKS):
+        columns = lanes + c * WIDTH
+        out = rows[:, None] * D + columns
+        v = _load_rows(x, residual, new_residual, start + columns, out, inside & (columns < D), ADD)
+        chunks = chunks + (v,)
+        total = fold(v * v, LOG2) if c == 0 else total + fold(v * v, LOG2)
+    r = tl.sqrt_rn(tl.div_rn(total, tl.zeros((ROWS,), tl.float32) + D.to(tl.float32)) + eps)
+    r = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), r)
+    tl.store(rstd + rows, r, rows < M)
+    for c in tl.static_range(CHUNKS):
+        columns = lanes + c * WIDTH
+        mask = inside & (columns < D)
+        n = widen(round_to(chunks[c] * r[:, None], x.dtype.element_ty))
+        z = round_to(n * widen(tl.load(weight + columns, columns < D, 0.0)), x.dtype.element_ty)
+        out = rows[:, None] * D + columns
+        if WRITE:
+            tl.store(y + out, z, mask)
+        if QUANTISE:
+            q = tl.reshape(widen(z), (ROWS, WIDTH // 128, 128))
+            scale = block_scale(tl.max(finite_magnitude(q), 2), floor, UE8M0)
+            code = encode_e4m3(divide_by_scale(q, scale[:, :, None], FAST))
+            tl.store(codes + out, tl.reshape(code, (ROWS, WIDTH)), mask)
+            block = c * (WIDTH // 128) + tl.arange(0, WIDTH // 128)[None, :]
+            pointer = scales + rows[:, None] * scale_m + block.to(tl.int64) * scale_b
+            tl.store(pointer, scale, inside & (block * 128 < D))
+
+
+@triton.jit
+def _backward_kernel(
+    dy, x, weight, rstd, dresidual, dx, partial, M, H, D, x_m, x_h, dy_m, dy_h,
+    ADD: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, WIDTH)[None, :]
+    w = widen(tl.load(weight + columns, columns < D, 0.0))
+    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
+    for step in range(STEPS):
+        rows = tl.program_id(0).to(tl.int64) * (ROWS * STEPS) + step * ROWS + tl.arange(0, ROWS)
+        mask = (rows < M)[:, None] & (columns < D)
+        v = tl.load(x + (rows // H * x_m + rows % H * x_h)[:, None] + columns, mask, 0.0)
+        g = widen(tl.load(dy + (rows // H * dy_m + rows % H * dy_h)[:, None] + columns, mask, 0.0))
+        r = tl.load(rstd + rows, rows < M, 0.0)[:, None]
+        n = widen(v) * r
+        dweight += g * widen(round_to(n, v.dtype))
+        g = g * w
+        mean = tl.div_rn(tl.sum(g * n, 1), tl.zeros((ROWS,), tl.float32) + D.to(tl.float32))
+        out = rows[:, None] * D + columns
+        d = r * (g - n * mean[:, None])
+        if ADD:
+            d += widen(tl.load(dresidual + out, mask, 0.0))
+        tl.store(dx + out, round_to(d, dx.dtype.element_ty), mask)
+    tl.store(partial + tl.program_id(0).to(tl.int64) * D + tl.arange(0, WIDTH), tl.sum(dweight, 0), tl.arange(0, WIDTH) < D)
+
+
+def _shape(x: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """(rows, rows per outer index, D, outer stride, inner stride) of x [M, D] or [T, H, D] with contiguous rows."""
+    if x.dim() == 2:
+        return x.shape[0], 1, x.shape[1], x.stride(0), 0
+    return x.shape[0] * x.shape[1], x.shape[1], x.shape[2], x.stride(0), x.stride(1)
+
+
+def _rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] as [M, D] or [T, H, D] with contiguous rows, without a copy where strides allow it."""
+    x = x if x.dim() in (2, 3) else x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _tile(d: int, quantise: bool) -> tuple[int, int, int]:
+    """(rows per program, width of a chunk, warps)."""
+    width = min(SUM_CHUNK, max(128 if quantise else 16, triton.next_power_of_2(d)))
+    rows = max(1, 2048 // width)
+    return rows, width, 8 if width * rows >= 4096 else 4
+
+
+def _outputs(x: torch.Tensor, add: bool, write: bool, quantise: bool) -> tuple[torch.Tensor, ...]:
+    """Uninitialised (y, new residual, rstd, codes, scales); what is not asked for has no elements."""
+    m, _, d, _, _ = _shape(x)
+    none = lambda dtype: torch.empty(0, 0, dtype=dtype, device=x.device)  # noqa: E731
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if write else none(x.dtype)
+    summed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add else none(x.dtype)
+    rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    codes = torch.empty(m, d, dtype=FP8, device=x.device) if quantise else none(FP8)
+    scales = aligned_scales(m, blocks(d), x.device) if quantise else none(torch.float32)
+    return y, summed, rstd, codes, scales
+
+
+@torch.library.custom_op("precision_kernels::rms_norm", mutates_args=())
+def rms_norm_op(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, write: bool, quantise: bool,
+    ue8m0: bool, floor: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """x, residual [M, D] or [T, H, D] -> (y, new residual, rstd, codes, scales), see `_outputs`."""
+    y, summed, rstd, codes, scales = _outputs(x, residual is not None, write, quantise)
+    m, h, d, x_m, x_h = _shape(x)
+    if m and d:
+        rows, width, warps = _tile(d, quantise)
+        _forward_kernel[(triton.cdiv(m, rows),)](
+            x, residual if residual is not None else x, weight, y, summed, rstd, codes, scales, m, h, d, x_m, x_h,
+            *scales.stride(), eps, floor, ADD=residual is not None, WRITE=write, QUANTISE=quantise, UE8M0=ue8m0,
+            FAST=x.dtype != torch.float32, ROWS=rows, WIDTH=width, LOG2=width.bit_length() - 1,
+            CHUNKS=triton.cdiv(d, width), num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y, summed, rstd, codes, scales
+
+
+@rms_norm_op.register_fake
+def _(x, residual, weight, eps, write, quantise, ue8m0, floor):
+    return _outputs(x, residual is not None, write, quantise)
+
+
+@torch.library.custom_op("precision_kernels::rms_norm_backward", mutates_args=())
+def rms_norm_backward_op(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dresidual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx like x, dweight fp32 [D])."""
+    m, h, d, x_m, x_h = _shape(x)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    width = triton.next_power_of_2(max(d, 16))
+    rows = max(1, 2048 // width)
+    steps = max(1, _BACKWARD_ROWS // rows)
+    programs = triton.cdiv(m, rows * steps)
+    partial = torch.empty(programs, d, dtype=torch.float32, device=x.device)
+    if m and d:
+        _, _, _, dy_m, dy_h = _shape(dy)
+        _backward_kernel[(programs,)](
+            dy, x, weight, rstd, dresidual if dresidual is not None else x, dx, partial, m, h, d, x_m, x_h, dy_m, dy_h,
+            ADD=dresidual is not None, ROWS=rows, STEPS=steps, WIDTH=width,
+            num_warps=4 if width * rows < 4096 else 8 if width <= 8192 else 16, enable_fp_fusion=False,
+        )  # fmt: skip
+    return dx, partial.sum(0)
+
+
+@rms_norm_backward_op.register_fake
+def _(dy, x, weight, rstd, dresidual):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(x.shape[-1], dtype=torch.float32)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.norm.rms_norm``: (y like x, rstd fp32 [..., 1])."""
+    _check("rms_norm", x, weight)
+    y, _, rstd, _, _ = rms_norm_op(_rows_of(x), None, weight, eps, True, False, False, SCALE_FLOOR)
+    return y.view(x.shape), rstd.view(*x.shape[:-1], 1)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``reference.norm.add_rms_norm``: (y, new residual, rstd)."""
+    _check("add_rms_norm", x, weight, residual)
+    rows = _rows_of(x)
+    y, summed, rstd, _, _ = rms_norm_op(
+        rows, residual.reshape(rows.shape).contiguous(), weight, eps, True, False, False, SCALE_FLOOR
+    )
+    return y.view(x.shape), summed.view(x.shape), rstd.view(*x.shape[:-1], 1)
+
+
+def rms_norm_quantise(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, write: bool = False,
+    scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR,
+) -> tuple[Quantised, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    """``quantise_activation`` of (add_)rms_norm for x [M, D]: (codes and scales, y if ``write``, new residual, rstd)."""
+    _check("rms_norm_quantise", x, weight, residual)
+    if x.dim() != 2:
+        raise ValueError(f"rms_norm_quantise: x must be a matrix [M, D], got shape {tuple(x.shape)}")
+    residual_rows = None if residual is None else residual.contiguous()
+    y, summed, rstd, codes, scales = rms_norm_op(
+        _rows_of(x), residual_rows, weight, eps, write, True, scale_format == "ue8m0", scale_floor
+    )
+    quantised = Quantised(codes, scales, "1x128", scale_format)
+    return quantised, y if write else None, None if residual is None else summed, rstd
+
+
+def rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dresidual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.norm.rms_norm_backward``: (dx like x, dweight fp32 [D]).
+
+    Not bit-equal to the reference: torch orders ``mean`` and ``sum`` as it likes. The order here is fixed for a given
+    number of rows, so a run repeats exactly.
+    """
+    rows = _rows_of(x)
+    dy_rows = dy if dy.shape == rows.shape and dy.stride(-1) == 1 else dy.reshape(rows.shape).contiguous()
+    d = None if dresidual is None else dresidual.reshape(rows.shape).contiguous()
+    dx, dweight = rms_norm_backward_op(dy_rows, rows, weight, rstd.contiguous(), d)
+    return dx.view(x.shape), dweight
+
+
+__all__ = ["add_rms_norm", "rms_norm", "rms_norm_backward", "rms_norm_quantise"]
