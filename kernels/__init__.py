@@ -1,33 +1,77 @@
-"""precision_kernels: the numerical operators that learner and rollout engine share. It knows tensors only."""
+"""precision_kernels: the numerical operators that learner and rollout engine share. It knows tensors only.
 
-from precision_kernels.reference import (
-    BLOCK,
-    FP8,
-    FP8_MAX,
-    SCALE_FLOOR,
-    AlignedWeight,
-    Quantised,
+* `reference/`  the definition of every operator, in plain torch, on any device; on CPU it is what runs.
+* `operators`   the differentiable operators that models call, dispatched on the device.
+* `linear`      the linear layer with its three GEMMs in the formats of a precision policy.
+* `dispatch`    what is bound where, by name, version and source hash; no silent fallback.
+"""
+
+from precision_kernels.dispatch import (
+    Implementation,
+    UnboundOperatorError,
+    bind,
+    bind_reference,
+    bound_implementations,
+)
+from precision_kernels.linear import LinearFormats, PreparedWeight, linear, linears, prepare_weight
+from precision_kernels.operators import (
+    add_rms_norm,
+    add_rms_norm_quantise,
+    allocate_kv_cache,
+    attention,
     block_fp8_matmul,
     dgrad_fp8_matmul,
     invariant_matmul,
+    log_softmax,
     quantise_activation,
     quantise_columns,
     quantise_weight,
+    rms_norm,
+    rms_norm_quantise,
+    rotary,
+    rotary_cos_sin,
+    silu_mul,
+    silu_mul_quantise,
+    token_logprobs,
     wgrad_fp8_matmul,
 )
+from precision_kernels.reference.formats import BLOCK, FP8, FP8_MAX, SCALE_FLOOR, Quantised
+from precision_kernels.reference.layout import AttentionLayout
 
 __all__ = [
     "BLOCK",
     "FP8",
     "FP8_MAX",
     "SCALE_FLOOR",
-    "AlignedWeight",
+    "AttentionLayout",
+    "Implementation",
+    "LinearFormats",
+    "PreparedWeight",
     "Quantised",
+    "UnboundOperatorError",
+    "add_rms_norm",
+    "add_rms_norm_quantise",
+    "allocate_kv_cache",
+    "attention",
+    "bind",
+    "bind_reference",
     "block_fp8_matmul",
+    "bound_implementations",
     "dgrad_fp8_matmul",
     "invariant_matmul",
+    "linear",
+    "linears",
+    "log_softmax",
+    "prepare_weight",
     "quantise_activation",
     "quantise_columns",
     "quantise_weight",
+    "rms_norm",
+    "rms_norm_quantise",
+    "rotary",
+    "rotary_cos_sin",
+    "silu_mul",
+    "silu_mul_quantise",
+    "token_logprobs",
     "wgrad_fp8_matmul",
 ]

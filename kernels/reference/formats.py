@@ -65,7 +65,9 @@ class Quantised:
     def __post_init__(self) -> None:
         problems = []
         if self.codes.dtype != FP8 or self.codes.dim() != 2:
-            problems.append(f"codes must be a float8_e4m3fn matrix, got {self.codes.dtype} {tuple(self.codes.shape)}")
+            problems.append(
+                f"codes must be a float8_e4m3fn matrix, got {self.codes.dtype} {tuple(self.codes.shape)}"
+            )
         if self.scale_format not in SCALE_FORMATS:
             problems.append(f"scale_format must be one of {SCALE_FORMATS}, got {self.scale_format!r}")
         if self.kind not in KINDS:

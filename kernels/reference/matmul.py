@@ -18,7 +18,11 @@ from precision_kernels.reference.formats import BLOCK, Quantised, blocks
 
 
 def _expect(name: str, **operands: tuple[Quantised, str]) -> None:
-    wrong = [f"{key} must be quantised in {kind} blocks, got {q.kind}" for key, (q, kind) in operands.items() if q.kind != kind]
+    wrong = [
+        f"{key} must be quantised in {kind} blocks, got {q.kind}"
+        for key, (q, kind) in operands.items()
+        if q.kind != kind
+    ]
     if wrong:
         raise ValueError(f"{name}: " + "; ".join(wrong))
 
@@ -96,6 +100,11 @@ class AlignedWeight:
         return self.weight.shape
 
 
+def pack_weight(w: torch.Tensor) -> AlignedWeight:
+    """What `invariant_matmul` wants to keep of a weight [N, K] that is used more than once."""
+    return AlignedWeight(w)
+
+
 def invariant_matmul(
     x: torch.Tensor, w: torch.Tensor | AlignedWeight, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -106,7 +115,9 @@ def invariant_matmul(
     ascending order, and the sum is rounded to fp32 and then to ``out_dtype`` (default: x's dtype).
     """
     if x.dim() != 2 or len(w.shape) != 2 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"invariant_matmul: x [M, K] and w [N, K] are needed, got {tuple(x.shape)} and {tuple(w.shape)}")
+        raise ValueError(
+            f"invariant_matmul: x [M, K] and w [N, K] are needed, got {tuple(x.shape)} and {tuple(w.shape)}"
+        )
     aligned = w.aligned if isinstance(w, AlignedWeight) else align(w)
     wide = align(x)
     acc = wide[:, :BLOCK] @ aligned[:, :BLOCK].T
@@ -115,4 +126,25 @@ def invariant_matmul(
     return acc.float().to(out_dtype or x.dtype)
 
 
-__all__ = ["AlignedWeight", "block_fp8_matmul", "dgrad_fp8_matmul", "invariant_matmul", "wgrad_fp8_matmul"]
+def dgrad_matmul(dy: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """dy [M, N] @ w [N, K] -> [M, K] for operands of one dtype: the library's GEMM, deterministic but not row-invariant."""
+    if out_dtype == dy.dtype:
+        return dy @ w
+    return (dy.float() @ w.float()).to(out_dtype)
+
+
+def wgrad_matmul(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dy [M, N].T @ x [M, K] -> fp32 [N, K]; operands widened exactly, fp32 accumulation, deterministic."""
+    return dy.float().T @ x.float()
+
+
+__all__ = [
+    "AlignedWeight",
+    "block_fp8_matmul",
+    "dgrad_fp8_matmul",
+    "dgrad_matmul",
+    "invariant_matmul",
+    "pack_weight",
+    "wgrad_fp8_matmul",
+    "wgrad_matmul",
+]

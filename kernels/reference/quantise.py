@@ -42,7 +42,9 @@ def _check(name: str, x: torch.Tensor, scale_format: str, scale_floor: float) ->
     if scale_format not in SCALE_FORMATS:
         problems.append(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
     if not 2.0**-126 <= scale_floor < 2.0**127:
-        problems.append(f"scale_floor must be a normal positive fp32 number (0 would divide 0 by 0), got {scale_floor!r}")
+        problems.append(
+            f"scale_floor must be a normal positive fp32 number (0 would divide 0 by 0), got {scale_floor!r}"
+        )
     if problems:
         raise ValueError(f"{name}: " + "; ".join(problems))
 
@@ -61,7 +63,9 @@ def block_scales(amax: torch.Tensor, scale_format: str, scale_floor: float) -> t
     return power_of_two_ceiling(scales) if scale_format == "ue8m0" else scales
 
 
-def _quantise(x: torch.Tensor, tile: tuple[int, int], kind: Kind, fmt: ScaleFormat, floor: float) -> Quantised:
+def _quantise(
+    x: torch.Tensor, tile: tuple[int, int], kind: Kind, fmt: ScaleFormat, floor: float
+) -> Quantised:
     rows, columns = x.shape
     high, wide = tile
     x32 = x.float()
@@ -102,4 +106,11 @@ def quantise_weight(
     return _quantise(w, (BLOCK, BLOCK), "128x128", scale_format, scale_floor)
 
 
-__all__ = ["block_scales", "blocks", "power_of_two_ceiling", "quantise_activation", "quantise_columns", "quantise_weight"]
+__all__ = [
+    "block_scales",
+    "blocks",
+    "power_of_two_ceiling",
+    "quantise_activation",
+    "quantise_columns",
+    "quantise_weight",
+]

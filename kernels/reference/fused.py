@@ -1,0 +1,46 @@
+"""Producer + quantiser in one call. By definition the composition of the two, bit for bit; a kernel may fuse them."""
+
+from __future__ import annotations
+
+import torch
+
+from precision_kernels.reference.activation import silu_mul
+from precision_kernels.reference.formats import SCALE_FLOOR, Quantised, ScaleFormat
+from precision_kernels.reference.norm import add_rms_norm, rms_norm
+from precision_kernels.reference.quantise import quantise_activation
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def rms_norm_quantise(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale_format: ScaleFormat = "fp32",
+    scale_floor: float = SCALE_FLOOR,
+) -> tuple[Quantised, torch.Tensor]:
+    """`rms_norm` then `quantise_activation`: x [M, D] -> (1x128 codes of y, rstd fp32 [M, 1])."""
+    y, rstd = rms_norm(_rows(x), weight, eps)
+    return quantise_activation(y, scale_format, scale_floor), rstd
+
+
+def add_rms_norm_quantise(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale_format: ScaleFormat = "fp32",
+    scale_floor: float = SCALE_FLOOR,
+) -> tuple[Quantised, torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` then `quantise_activation`: (1x128 codes of y, new residual [M, D], rstd fp32 [M, 1])."""
+    y, summed, rstd = add_rms_norm(_rows(x), _rows(residual), weight, eps)
+    return quantise_activation(y, scale_format, scale_floor), summed, rstd
+
+
+def silu_mul_quantise(
+    gate: torch.Tensor, up: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
+) -> Quantised:
+    """`silu_mul` then `quantise_activation`: gate, up [M, F] -> 1x128 codes."""
+    return quantise_activation(_rows(silu_mul(gate, up)), scale_format, scale_floor)
