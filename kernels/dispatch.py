@@ -1,9 +1,10 @@
 """Which implementation runs an operator on a device, and how it is named in an attestation.
 
-A provider is a module with ``implementations() -> dict[str, Implementation]``. Providers of a device are asked
-in the order of `PROVIDERS`; the first that offers an operator is bound, for the life of the process. There is
-no fallback: an operator that no provider offers raises on its first call, with the reasons why providers failed
-to load. Running the reference on an accelerator is possible, but has to be asked for (`bind_reference`).
+A provider is a module with ``implementations() -> dict[str, Implementation]``. Providers of a device are
+asked in the order of `PROVIDERS`; the first that offers an operator is bound, for the life of the process.
+There is no fallback: an operator that no provider offers raises on its first call, with the reasons why
+providers failed to load. Running the reference on an accelerator is possible, but has to be asked for
+(`bind_reference`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,9 @@ class Implementation:
 
     @functools.cached_property
     def identity(self) -> str:
-        """``name@version#hash``, the hash over the sources of this package that the function's module imports."""
+        """``name@version#hash``, the hash over the sources of this package that the function's module
+        imports.
+        """
         return f"{self.name}@{self.version}#{source_hash(self.function)}"
 
 
@@ -80,14 +84,15 @@ _failures: dict[str, list[str]] = {}
 
 
 def source_hash(function: Callable[..., Any]) -> str:
-    """First 16 hex digits of the sha256 of the function's module and everything of precision_kernels that it imports."""
-    module = inspect.unwrap(function).__module__
-    return _module_hash(module)
+    """First 16 hex digits of the sha256 of the function's module and everything of precision_kernels that
+    it imports.
+    """
+    return _modules_hash(inspect.unwrap(function).__module__)
 
 
 @functools.cache
-def _module_hash(module: str) -> str:
-    sources = _closure(module)
+def _modules_hash(*modules: str) -> str:
+    sources = {name: source for module in modules for name, source in _closure(module).items()}
     digest = hashlib.sha256()
     for name in sorted(sources):
         digest.update(f"{name}\0".encode() + sources[name] + b"\0")
@@ -95,7 +100,9 @@ def _module_hash(module: str) -> str:
 
 
 def _closure(module: str) -> dict[str, bytes]:
-    """Sources of ``module`` and of the precision_kernels modules it imports, transitively (dispatch itself excluded)."""
+    """Sources of ``module`` and of the precision_kernels modules it imports, transitively (dispatch itself
+    excluded).
+    """
     pending, sources = [module], {}
     while pending:
         name = pending.pop()
@@ -157,14 +164,17 @@ def _table(device_type: str) -> dict[str, Implementation]:
 
 
 def implementation(operator: str, device_type: str) -> Callable[..., Any]:
-    """The function bound to ``operator`` on ``device_type`` ("cpu", "cuda"); UnboundOperatorError if there is none."""
+    """The function bound to ``operator`` on ``device_type`` ("cpu", "cuda"); UnboundOperatorError if there
+    is none.
+    """
     try:
         return _table(device_type)[operator].function
     except KeyError:
         reasons = "; ".join(_failures[device_type]) or "its providers do not offer it"
         raise UnboundOperatorError(
             f"precision_kernels: operator {operator!r} has no implementation on {device_type!r} ({reasons}). "
-            f"Install what is missing, or ask for the slow definition with precision_kernels.bind_reference({device_type!r})."
+            "Install what is missing, or ask for the slow definition with "
+            f"precision_kernels.bind_reference({device_type!r})."
         ) from None
 
 
@@ -184,5 +194,11 @@ def bind_reference(device_type: str) -> None:
 
 
 def bound_implementations(device_type: str) -> dict[str, str]:
-    """``{operator: "name@version#sourcehash"}`` for everything bound on a device, sorted: goes into the attestation."""
-    return {operator: chosen.identity for operator, chosen in sorted(_table(device_type).items())}
+    """``{operator: "name@version#sourcehash"}`` for everything bound on a device: goes into the attestation.
+
+    The entry "composition" names the code that puts operators together (`linear`, `operators`).
+    """
+    identities = {operator: chosen.identity for operator, chosen in _table(device_type).items()}
+    composition = _modules_hash("precision_kernels.linear", "precision_kernels.operators")
+    identities["composition"] = f"precision_kernels@{version('rllib-llm')}#{composition}"
+    return dict(sorted(identities.items()))

@@ -9,10 +9,12 @@ wgrad      dW = dy^T x [M,N]x[M,K]    1x128 . 128x1 (both along M)        librar
 =========  =========================  ==================================  ================================
 
 * W is the parameter rounded to the compute dtype; fp8 quantises that, once (`prepare_weight`). The fp8 dgrad
-  multiplies by the same codes as the forward; a bf16/fp16 dgrad after an fp8 forward by the dequantised codes.
-* y is rounded to x's dtype, then the bias is added and rounded again (vLLM's block-FP8 linear does the same).
-* ``saved = "fp8"`` keeps codes and scales of x between forward and backward, not x: the 128x1 codes when wgrad
-  is fp8 (nothing is quantised twice), else the 1x128 codes of the forward, dequantised for the wgrad.
+  multiplies by the same codes as the forward; a bf16/fp16 dgrad after an fp8 forward by the dequantised
+  codes.
+* y is rounded to x's dtype (``out_dtype`` for fp32 logits), then the bias is added and rounded again
+  (vLLM's block-FP8 linear does the same).
+* ``saved = "fp8"`` keeps codes and scales of x between forward and backward, not x: the 128x1 codes when
+  wgrad is fp8 (nothing is quantised twice), else the 1x128 codes of the forward, dequantised for the wgrad.
 * dx is in x's dtype, dW and dbias are fp32 (autograd casts them if the parameter is not).
 """
 
@@ -97,15 +99,16 @@ class PreparedWeight:
 def prepare_weight(
     weight: torch.Tensor | Quantised, formats: LinearFormats, compute_dtype: torch.dtype
 ) -> PreparedWeight:
-    """Round a weight [N, K] to the compute dtype and bring it into the forward's format; no gradient flows through.
+    """Round a weight [N, K] to the compute dtype and bring it into the forward's format; no gradient flows
+    through.
 
     A `Quantised` weight (128x128; a rollout engine's) is taken as it is and needs formats.forward == "fp8".
     """
     if isinstance(weight, Quantised):
         if formats.forward != "fp8" or weight.kind != "128x128":
             raise ValueError(
-                f"prepare_weight: a weight quantised in {weight.kind} blocks cannot serve a forward in {formats.forward!r}; "
-                "128x128 blocks and 'fp8' are needed"
+                f"prepare_weight: a weight quantised in {weight.kind} blocks cannot serve a forward in "
+                f"{formats.forward!r}; 128x128 blocks and 'fp8' are needed"
             )
         return PreparedWeight(formats, quantised=weight)
     rounded = weight.detach().to(compute_dtype)
@@ -119,7 +122,7 @@ class _Linears(torch.autograd.Function):
     """Several linears of one input: quantised and saved once. See the module docstring for the mathematics."""
 
     @staticmethod
-    def forward(ctx, x, formats, prepared, quantised, *parameters):
+    def forward(ctx, x, formats, prepared, quantised, out_dtype, *parameters):
         weights, biases = parameters[: len(prepared)], parameters[len(prepared) :]
         device = x.device.type
         if formats.forward == "fp8":
@@ -128,11 +131,11 @@ class _Linears(torch.autograd.Function):
                     x, formats.scale_format, formats.scale_floor
                 )
             matmul = implementation("block_fp8_matmul", device)
-            outputs = [matmul(quantised, p.quantised, x.dtype) for p in prepared]
+            outputs = [matmul(quantised, p.quantised, out_dtype) for p in prepared]
         else:
             matmul = implementation("invariant_matmul", device)
             operand = x.to(DTYPES[formats.forward])
-            outputs = [matmul(operand, p.forward_operand(), x.dtype) for p in prepared]
+            outputs = [matmul(operand, p.forward_operand(), out_dtype) for p in prepared]
         outputs = [y if b is None else y + b.to(y.dtype) for y, b in zip(outputs, biases, strict=True)]
         ctx.formats, ctx.prepared, ctx.dtype = formats, prepared, x.dtype
         ctx.saved_kind = ""
@@ -150,11 +153,11 @@ class _Linears(torch.autograd.Function):
         if ctx.saved_kind:
             product = _wgrad(ctx.saved_kind, ctx.saved_tensors, ctx.formats)
         for i, dy in enumerate(grads):
-            if dy is not None and ctx.needs_input_grad[4 + i]:
+            if dy is not None and ctx.needs_input_grad[5 + i]:
                 dweights[i] = product(dy)
-            if dy is not None and ctx.needs_input_grad[4 + count + i]:
+            if dy is not None and ctx.needs_input_grad[5 + count + i]:
                 dbiases[i] = dy.float().sum(0)
-        return dx, None, None, None, *dweights, *dbiases
+        return dx, None, None, None, None, *dweights, *dbiases
 
 
 def _saved(
@@ -222,11 +225,13 @@ def linears(
     formats: LinearFormats,
     prepared: Sequence[PreparedWeight | None] | None = None,
     quantised: Quantised | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Several linears of one input x [..., K] (q, k, v or gate, up): bits as by `linear` one by one, x handled once.
+    """Several linears of one input x [..., K] (q, k, v or gate, up): bits as by `linear` one by one, x
+    handled once.
 
-    ``prepared[i]``: `prepare_weight` of weights[i], to save its work; ``quantised``: the 1x128 codes of x [M, K]
-    that a fused producer already made. Raises ValueError listing everything that does not fit.
+    ``prepared[i]``: `prepare_weight` of weights[i], to save its work; ``quantised``: the 1x128 codes of x
+    [M, K] that a fused producer already made. Raises ValueError listing everything that does not fit.
     """
     prepared = list(prepared) if prepared is not None else [None] * len(weights)
     ready, parameters = [], []
@@ -235,7 +240,9 @@ def linears(
         given = weight if isinstance(weight, PreparedWeight) else given
         ready.append(given if given is not None else prepare_weight(weight, formats, x.dtype))
     _check(x, ready, parameters, biases, formats, quantised)
-    outputs = _Linears.apply(x.reshape(-1, x.shape[-1]), formats, ready, quantised, *parameters, *biases)
+    outputs = _Linears.apply(
+        x.reshape(-1, x.shape[-1]), formats, ready, quantised, out_dtype or x.dtype, *parameters, *biases
+    )
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
 
@@ -246,9 +253,12 @@ def linear(
     formats: LinearFormats,
     prepared: PreparedWeight | None = None,
     quantised: Quantised | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [..., K] -> [..., N] in x's dtype; differentiable in x, weight (a parameter [N, K] of any float dtype) and bias [N]."""
-    return linears(x, [weight], [bias], formats, [prepared], quantised)[0]
+    """x [..., K] -> [..., N] in x's dtype; differentiable in x, weight (a parameter [N, K] of any float
+    dtype) and bias [N].
+    """
+    return linears(x, [weight], [bias], formats, [prepared], quantised, out_dtype)[0]
 
 
 def _check(x, ready, parameters, biases, formats: LinearFormats, quantised: Quantised | None) -> None:
@@ -267,7 +277,8 @@ def _check(x, ready, parameters, biases, formats: LinearFormats, quantised: Quan
     rows = x.numel() // max(1, x.shape[-1])
     if quantised is not None and (quantised.kind != "1x128" or tuple(quantised.shape) != (rows, x.shape[-1])):
         problems.append(
-            f"quantised must hold x [{rows}, {x.shape[-1]}] in 1x128 blocks, got {quantised.kind} {tuple(quantised.shape)}"
+            f"quantised must hold x [{rows}, {x.shape[-1]}] in 1x128 blocks, "
+            f"got {quantised.kind} {tuple(quantised.shape)}"
         )
     if problems:
         raise ValueError("linear: " + "; ".join(problems))

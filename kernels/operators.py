@@ -1,4 +1,5 @@
-"""The differentiable operators that models call: dispatch on the device, autograd around forward and backward.
+"""The differentiable operators that models call: dispatch on the device, autograd around forward and
+backward.
 
 Each pairs a forward with its backward of the same name in `reference` (or in the bound implementation). Model
 code of learner and rollout engine calls these and nothing else, so both sides run one set of operators.
@@ -54,12 +55,16 @@ def dgrad_fp8_matmul(dy: Quantised, w: Quantised, out_dtype: torch.dtype = torch
 
 
 def wgrad_fp8_matmul(dy: Quantised, x: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
-    """dy [M, N].T @ x [M, K] (both 128x1) -> fp32 [N, K], added to ``out`` if given; definition in `reference.matmul`."""
+    """dy [M, N].T @ x [M, K] (both 128x1) -> fp32 [N, K], added to ``out`` if given; definition in
+    `reference.matmul`.
+    """
     return implementation("wgrad_fp8_matmul", dy.codes.device.type)(dy, x, out)
 
 
 def invariant_matmul(x: torch.Tensor, w, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Row-invariant x [M, K] @ w [N, K].T; no gradient (train with `linear`); definition in `reference.matmul`."""
+    """Row-invariant x [M, K] @ w [N, K].T; no gradient (train with `linear`); definition in
+    `reference.matmul`.
+    """
     return implementation("invariant_matmul", x.device.type)(x, w, out_dtype)
 
 
@@ -96,7 +101,9 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension of x [..., D]; also the per-head q/k norm. Definition in `reference.norm`."""
+    """RMSNorm over the last dimension of x [..., D]; also the per-head q/k norm. Definition in
+    `reference.norm`.
+    """
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -184,7 +191,9 @@ def silu_mul_quantise(
 def rotary_cos_sin(
     inv_freq: torch.Tensor, max_positions: int, dtype: torch.dtype, scaling: float = 1.0
 ) -> torch.Tensor:
-    """Table [max_positions, R] (cos | sin) rounded to ``dtype`` from inv_freq [R/2]; definition in `reference.rotary`."""
+    """Table [max_positions, R] (cos | sin) rounded to ``dtype`` from inv_freq [R/2]; definition in
+    `reference.rotary`.
+    """
     return implementation("rotary_cos_sin", inv_freq.device.type)(inv_freq, max_positions, dtype, scaling)
 
 
@@ -217,8 +226,8 @@ def allocate_kv_cache(
 ):
     """The key/value cache of one layer that `attention` on this device understands.
 
-    It has ``max_len``, ``copy_rows(source, target)`` and nothing else that callers may touch. ``storage`` is the
-    compute dtype; on CPU float64 is also possible (same bits, 4x the memory, faster decode).
+    It has ``max_len``, ``copy_rows(source, target)`` and nothing else that callers may touch. ``storage``
+    is the compute dtype; on CPU float64 is also possible (same bits, 4x the memory, faster decode).
     """
     return implementation("allocate_kv_cache", torch.device(device).type)(
         rows, max_len, kv_heads, head_dim, storage, device
@@ -250,9 +259,10 @@ def attention(
 ) -> torch.Tensor:
     """Causal grouped-query attention over packed sequences; definition in `reference.attention`.
 
-    q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]. One function for the training forward (no cache; differentiable),
-    prefill, chunked prefill and decode (cache from `allocate_kv_cache`, which the call appends k and v to; the
-    caller advances ``cached`` in its next layout). The bits of a row are the same in all of them.
+    q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]. One function for the training forward (no cache;
+    differentiable), prefill, chunked prefill and decode (cache from `allocate_kv_cache`, which the call
+    appends k and v to; the caller advances ``cached`` in its next layout). The bits of a row are the same
+    in all of them.
     """
     if cache is None:
         return _Attention.apply(q, k, v, layout, scale)
@@ -279,7 +289,9 @@ class _TokenLogprobs(torch.autograd.Function):
 def token_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, want_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """logits fp32 [T, V], ids int64 [T] -> (log p(ids) fp32 [T], entropy fp32 [T] or None); see `reference.logprobs`."""
+    """logits fp32 [T, V], ids int64 [T] -> (log p(ids) fp32 [T], entropy fp32 [T] or None); see
+    `reference.logprobs`.
+    """
     return _TokenLogprobs.apply(logits, ids, temperature, want_entropy)
 
 

@@ -2,8 +2,8 @@
 
 For a query row of head h at position t, keys j = 0..t (g = h // (H / Hkv)), D = head_dim::
 
-    s_j = fp32(q . k_j) * scale         exact dot product of 23-bit-aligned operands (`exact.align`, blocks of 128 over D)
-    m   = max s_j;   p_j = exp(s_j - m) (`exact.exp`, fp32);   l = lane_sum(p_j)
+    s_j = fp32(q . k_j) * scale         exact dot product of 23-bit-aligned operands (`exact.align`, blocks
+    of 128 over D) m   = max s_j;   p_j = exp(s_j - m) (`exact.exp`, fp32);   l = lane_sum(p_j)
     o   = sum_j p_j v_j / l             fp64, one rounding to fp32 and the compute dtype at the end
 
 The sum over j is exact within blocks of 128 absolute positions: v_j is aligned to its own 23-bit grid and
@@ -51,10 +51,12 @@ def prepare_keys_values(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor,
 
 @dataclass(eq=False)
 class KVCache:
-    """Keys and values of one layer for ``rows`` sequences of at most ``max_len`` tokens, in the prepared form.
+    """Keys and values of one layer for ``rows`` sequences of at most ``max_len`` tokens, in the prepared
+    form.
 
     k and u [rows, Hkv, max_len, D] in ``storage`` (the compute dtype loses nothing; float64 is 4x larger and
-    saves a conversion per step), e = 2^exponent fp64 [rows, Hkv, max_len]. Contents are private to `attention`.
+    saves a conversion per step), e = 2^exponent fp64 [rows, Hkv, max_len]. Contents are private to
+    `attention`.
     """
 
     k: torch.Tensor
@@ -85,12 +87,16 @@ class KVCache:
         return self.k.shape[2]
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy cache rows ``source`` [n] over rows ``target`` [n]: forks a prompt's prefix to the n samples of a group."""
+        """Copy cache rows ``source`` [n] over rows ``target`` [n]: forks a prompt's prefix to the n samples
+        of a group.
+        """
         for tensor in (self.k, self.u, self.e):
             tensor[target] = tensor[source]
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout) -> None:
-        """Write the packed k, v [T, Hkv, D] of ``layout`` behind what its rows hold; ValueError if one is full."""
+        """Write the packed k, v [T, Hkv, D] of ``layout`` behind what its rows hold; ValueError if one is
+        full.
+        """
         positions, sequence = layout.positions(), layout.token_sequence()
         needed = int((layout.starts() + layout.lengths).max())
         if needed > self.max_len or int(layout.rows().max()) >= self.k.shape[0]:
@@ -134,8 +140,9 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> (o [T, H, Dv] like q, log-sum-exp fp32 [T, H]).
 
-    With ``cache``, k and v are first appended to it, and queries see everything their row then holds. Without,
-    ``layout.cached`` must be absent or zero. ``scale`` defaults to D^-0.5. Differentiable without a cache only.
+    With ``cache``, k and v are first appended to it, and queries see everything their row then holds.
+    Without, ``layout.cached`` must be absent or zero. ``scale`` defaults to D^-0.5. Differentiable without
+    a cache only.
     """
     _check(q, k, v, layout, cache)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -175,7 +182,9 @@ def attention(
 def _unit(
     q: torch.Tensor, k: torch.Tensor, u: torch.Tensor, e: torch.Tensor, unit: WorkUnit, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp64 q [n, Hkv, R, D], k [n, Hkv, S, D], u [n, Hkv, S, Dv], e [n, Hkv, S] -> (o fp32 [n, Hkv, R, Dv], lse [n, Hkv, R])."""
+    """fp64 q [n, Hkv, R, D], k [n, Hkv, S, D], u [n, Hkv, S, Dv], e [n, Hkv, S] -> (o fp32 [n, Hkv, R, Dv],
+    lse [n, Hkv, R]).
+    """
     s = q[..., :BLOCK] @ k[..., :BLOCK].transpose(-1, -2)
     for start in range(BLOCK, q.shape[-1], BLOCK):
         s += q[..., start : start + BLOCK] @ k[..., start : start + BLOCK].transpose(-1, -2)
@@ -195,7 +204,9 @@ def _unit(
 
 
 def _exact_block(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """weights >= 0 [..., R, <=128] fp64 rounded to 23 bits of the row's largest (in place), times u: exact in fp64."""
+    """weights >= 0 [..., R, <=128] fp64 rounded to 23 bits of the row's largest (in place), times u: exact
+    in fp64.
+    """
     bits = weights.amax(-1, keepdim=True).view(torch.int64)
     exponent = (bits + ((1 << 52) - 1)) >> 52
     c = (((exponent + (52 - GRID_BITS)) << 52) | (1 << 51)).view(torch.float64)

@@ -6,10 +6,11 @@ Three ideas, each an argument rather than a hope:
   GEMM over one 128-block commits no rounding at all, whatever order, FMA or blocking the library uses. e4m3
   codes are such integers (times 2^-9). Other operands are first rounded to a 23-bit grid relative to the
   largest element of their own 128-block: an error of at most 2^-24 * 2^ceil(log2 amax), fp32's own size.
-* **A fixed tree** (`lane_sum`). Chunks of 4096 fold by halves (element i + element i+2048, then +1024, ... +1) and
-  chunk sums are added one after the other. Only elementwise additions, so vector width and threads cannot matter, and
-  zeros appended at the end change nothing. A Triton program copies it with reshape([2, n/2]) and a sum over the axis of
-  two; in Triton's own layout the first levels stay in registers, so a row is read once (`kernels/triton/numerics.py`).
+* **A fixed tree** (`lane_sum`). Chunks of 4096 fold by halves (element i + element i+2048, then +1024, ...
+  +1) and chunk sums are added one after the other. Only elementwise additions, so vector width and threads
+  cannot matter, and zeros appended at the end change nothing. A Triton program copies it with reshape([2,
+  n/2]) and a sum over the axis of two; in Triton's own layout the first levels stay in registers, so a row
+  is read once (`kernels/triton/numerics.py`).
 * **exp and log from IEEE additions and multiplications** (no FMA, no table, no library call). torch.exp uses
   another routine for the tail of a vector than for its body, so its bits depend on the position in a batch.
 """
@@ -28,7 +29,8 @@ GRID_BITS = 23
 
 
 def _rounder(exponent: torch.Tensor) -> torch.Tensor:
-    """fp64 c = 1.5 * 2^(exponent + 52 - GRID_BITS): (x + c) - c rounds x to the grid 2^(exponent - GRID_BITS).
+    """fp64 c = 1.5 * 2^(exponent + 52 - GRID_BITS): (x + c) - c rounds x to the grid 2^(exponent -
+    GRID_BITS).
 
     ``exponent`` is an int64 tensor; |x| <= 2^exponent must hold, so x + c stays in c's binade.
     """
@@ -73,7 +75,9 @@ def lane_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def fold_lanes(lanes: torch.Tensor) -> torch.Tensor:
-    """[..., n] -> [...]: zero-pad to a power of two, then add the upper half to the lower half until one is left."""
+    """[..., n] -> [...]: zero-pad to a power of two, then add the upper half to the lower half until one is
+    left.
+    """
     n = lanes.shape[-1]
     if n & (n - 1):
         lanes = pad(lanes, (0, (1 << (n - 1).bit_length()) - n))
@@ -97,11 +101,13 @@ _EXP_COEFFICIENTS = (
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """e^x for fp32 x, from separate fp32 multiplies and adds in a fixed order (a twin must disable FMA fusion).
+    """e^x for fp32 x, from separate fp32 multiplies and adds in a fixed order (a twin must disable FMA
+    fusion).
 
     x is clamped to [-88, 89]; k = rint(x * log2e); r = (x - k*0.693359375) - k*(-2.12194440e-4);
-    p = Horner over the six coefficients above in r; y = (p*r*r + r) + 1; result y * 2^k, with 2^-127 read as 0
-    and 2^128 as inf. Within 2 ulp of e^x for -87.3 < x < 88.37, 0 or subnormal below, inf above; NaN stays NaN.
+    p = Horner over the six coefficients above in r; y = (p*r*r + r) + 1; result y * 2^k, with 2^-127 read
+    as 0 and 2^128 as inf. Within 2 ulp of e^x for -87.3 < x < 88.37, 0 or subnormal below, inf above; NaN
+    stays NaN.
     Coefficients: the classic minimax set of Cephes' expf (S. Moshier).
     """
     x = x.clamp(-88.0, 89.0)
@@ -121,9 +127,9 @@ _LOG_COEFFICIENTS = tuple(2.0 / (2 * i + 1) for i in range(11, -1, -1))
 def log(x: torch.Tensor) -> torch.Tensor:
     """Natural logarithm of fp32 x > 0 (normal numbers), computed in fp64 and rounded once to fp32.
 
-    x = 2^e * m with m in [0.75, 1.5); s = (m - 1) / (m + 1); log m = s * P(s^2), P = sum of 2/(2i+1) s^(2i) for
-    i = 11..0 by Horner; result e*ln2 + log m. |s| <= 1/5, so the series' rest is below 1e-18. Meant for one
-    value per row (a log-sum-exp), hence fp64. 0 gives about -88, it is never called there.
+    x = 2^e * m with m in [0.75, 1.5); s = (m - 1) / (m + 1); log m = s * P(s^2), P = sum of 2/(2i+1) s^(2i)
+    for i = 11..0 by Horner; result e*ln2 + log m. |s| <= 1/5, so the series' rest is below 1e-18. Meant for
+    one value per row (a log-sum-exp), hence fp64. 0 gives about -88, it is never called there.
     """
     bits = x.view(torch.int32)
     e = ((bits - 0x3F400000) >> 23).to(torch.int32)

@@ -1,4 +1,6 @@
-"""Producer + quantiser in one call. By definition the composition of the two, bit for bit; a kernel may fuse them."""
+"""Producer + quantiser in one call. By definition the composition of the two, bit for bit; a kernel may
+fuse them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which query may see which key: packed sequences, optionally continuing what a key/value cache already holds.
+"""Which query may see which key: packed sequences, optionally continuing what a key/value cache already
+holds.
 
 `AttentionLayout` is made once per model forward and shared by all layers. `WorkUnit`s cut the job so that the
 score matrix of one unit stays small; cutting cannot change bits (`attention`), only time and memory.
@@ -37,12 +38,13 @@ class WorkUnit:
 class AttentionLayout:
     """T packed tokens of B sequences.
 
-    cu_seqlens: int64 [B+1], token range of sequence b is cu_seqlens[b]:cu_seqlens[b+1] (at least one token each).
+    cu_seqlens: int64 [B+1], token range of sequence b is cu_seqlens[b]:cu_seqlens[b+1] (at least one token
+    each).
     cached:     int64 [B], keys that row slots[b] of the cache holds before this call (default zeros).
     slots:      int64 [B], the cache row of each sequence (default 0..B-1).
 
-    Uses: training forward or prefill (cached zero), chunked prefill, decode (one token each, cached = length so
-    far). Raises ValueError listing everything that does not fit.
+    Uses: training forward or prefill (cached zero), chunked prefill, decode (one token each, cached =
+    length so far). Raises ValueError listing everything that does not fit.
     """
 
     cu_seqlens: torch.Tensor

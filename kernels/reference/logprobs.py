@@ -3,7 +3,8 @@
 For a row of logits l [V] (fp32) and temperature T::
 
     z = l / T (true division);  m = max z;  e = exp(z - m);  s = lane_sum(e)          (`exact`)
-    log_softmax = (z - m) - log s;   entropy = log s - lane_sum(e * (z - m)) / s      (terms with e = 0 count 0)
+    log_softmax = (z - m) - log s;   entropy = log s - lane_sum(e * (z - m)) / s      (terms with e = 0
+    count 0)
 
 -inf logits (tokens removed by top-k/top-p) have probability 0. Rows are handled in chunks, so only the
 logits themselves are [T, V]-sized.
@@ -54,7 +55,8 @@ def log_softmax(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, want_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """logits fp32 [T, V], ids int64 [T] -> (log p(ids) fp32 [T], entropy fp32 [T] or None, log-sum-exp fp32 [T]).
+    """logits fp32 [T, V], ids int64 [T] -> (log p(ids) fp32 [T], entropy fp32 [T] or None, log-sum-exp fp32
+    [T]).
 
     The log-sum-exp m + log s of z is what the backward needs.
     """

@@ -2,7 +2,8 @@
 
 Block FP8, for output element (i, j) and contraction blocks b = 0, 1, ... of 128 in ascending order::
 
-    acc = acc + fp32(sum over the block of code_a * code_b) * fp32(scale_a * scale_b)        (fp32, separate roundings)
+    acc = acc + fp32(sum over the block of code_a * code_b) * fp32(scale_a * scale_b)        (fp32, separate
+    roundings)
 
 and one rounding of acc to the output dtype at the end. The sum over a block is exact in fp64 (codes lie on a
 2^-9 grid: products need 44 bits, `exact`), so bits do not depend on shape, threads, library or device.
@@ -73,7 +74,8 @@ def dgrad_fp8_matmul(dy: Quantised, w: Quantised, out_dtype: torch.dtype = torch
 def wgrad_fp8_matmul(dy: Quantised, x: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
     """Weight gradient: dy [M, N] and x [M, K], both in 128x1 (along M) -> dy.T @ x fp32 [N, K].
 
-    With ``out`` (fp32 [N, K]) the product is added to it in place, block by block: main-gradient accumulation.
+    With ``out`` (fp32 [N, K]) the product is added to it in place, block by block: main-gradient
+    accumulation.
     """
     _expect("wgrad_fp8_matmul", dy=(dy, "128x1"), x=(x, "128x1"))
     _same_contraction("wgrad_fp8_matmul", "dy rows", dy.shape[0], "x rows", x.shape[0])
@@ -127,7 +129,9 @@ def invariant_matmul(
 
 
 def dgrad_matmul(dy: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """dy [M, N] @ w [N, K] -> [M, K] for operands of one dtype: the library's GEMM, deterministic but not row-invariant."""
+    """dy [M, N] @ w [N, K] -> [M, K] for operands of one dtype: the library's GEMM, deterministic but not
+    row-invariant.
+    """
     if out_dtype == dy.dtype:
         return dy @ w
     return (dy.float() @ w.float()).to(out_dtype)

@@ -3,9 +3,9 @@
 Forward, for a row x of D elements in the compute dtype c (everything else fp32, separate roundings, no FMA)::
 
     v    = fp32(x)                                     plain
-    v    = fp32(round_c(fp32(x) + fp32(residual)))     add: the ROUNDED sum is stored as the new residual and normalised
-    ms   = lane_sum(v * v) / D                         (`exact.lane_sum`: chunks of 4096 fold by halves)
-    rstd = 1 / sqrt(ms + eps)                          IEEE square root, then IEEE division
+    v    = fp32(round_c(fp32(x) + fp32(residual)))     add: the ROUNDED sum is stored as the new residual
+    and normalised ms   = lane_sum(v * v) / D                         (`exact.lane_sum`: chunks of 4096 fold
+    by halves) rstd = 1 / sqrt(ms + eps)                          IEEE square root, then IEEE division
     y    = round_c(fp32(round_c(v * rstd)) * fp32(weight))
 
 The rounding before the weight is Hugging Face's LlamaRMSNorm. Normalising the rounded sum (vLLM's native code
@@ -14,7 +14,8 @@ bits. A row's bits depend on that row alone; the measured reason why that matter
 
 Backward (fp32, deterministic, not row-invariant in dweight), roundings passed straight through::
 
-    n = v * rstd;  g = dy * weight;  dx = rstd * (g - n * mean(g * n));  dweight = sum over rows of dy * round_c(n)
+    n = v * rstd;  g = dy * weight;  dx = rstd * (g - n * mean(g * n));  dweight = sum over rows of dy *
+    round_c(n)
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def _normalise(
     """fp32 v [..., D] -> (y in dtype, rstd fp32 [..., 1])."""
     # A full tensor divisor of the same device: CUDA multiplies by the reciprocal of a Python number.
     mean_square = lane_sum(v * v).unsqueeze(-1) / torch.tensor(float(v.shape[-1]), device=v.device)
-    # torch's fp32 square root on CPU is off by one ulp for one value in five (torch 2.13, MKL); through fp64 it is exact:
-    # no fp32 number has its root within 2^-50 of a rounding boundary, so an fp64 root off by an ulp rounds alike.
+    # torch's fp32 square root on CPU is off by one ulp for one value in five (torch 2.13, MKL); through fp64 it is
+    # exact: no fp32 number has its root within 2^-50 of a rounding boundary, so a root off by an fp64 ulp rounds alike.
     rstd = mean_square.add_(eps).double().sqrt_().float().reciprocal_()
     normalised = (v * rstd).to(dtype).float()
     return normalised.mul_(weight.float()).to(dtype), rstd

@@ -3,10 +3,12 @@
 The table holds cos and sin ROUNDED to the compute dtype; the rotation is fp32 with one rounding at the end
 (vLLM's rule, measured in facts/vllm.md 3b)::
 
-    y1 = round_c(x1 * cos - x2 * sin);   y2 = round_c(x2 * cos + x1 * sin)       products rounded to fp32, no FMA
+    y1 = round_c(x1 * cos - x2 * sin);   y2 = round_c(x2 * cos + x1 * sin)       products rounded to fp32,
+    no FMA
 
 Angles are fp32(position) * inv_freq, rounded to fp32, as in Hugging Face. sin and cos are polynomials in fp64
-made of IEEE operations, so a table's bits do not depend on its length (torch.cos has another routine for tails).
+made of IEEE operations, so a table's bits do not depend on its length (torch.cos has another routine for
+tails).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def _polynomial(z: torch.Tensor, coefficients: tuple[float, ...]) -> torch.Tenso
 
 
 def sin_cos(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sin, cos) in fp64 of fp32 angles, |angle| < 2^20; error below 1e-15. Coefficients: fdlibm's (Sun, 1993)."""
+    """(sin, cos) in fp64 of fp32 angles, |angle| < 2^20; error below 1e-15. Coefficients: fdlibm's (Sun,
+    1993).
+    """
     x = angle.double()
     n = (x * _TWO_OVER_PI).round_()
     r = x - n * _HALF_PI_HIGH - n * _HALF_PI_LOW
@@ -72,7 +76,9 @@ def _lookup(positions: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tenso
 def rotary(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q [T, H, D] and k [T, Hkv, D] at positions [T] with a table [P, R]; R < D leaves the last D-R as they are."""
+    """Rotate q [T, H, D] and k [T, Hkv, D] at positions [T] with a table [P, R]; R < D leaves the last D-R
+    as they are.
+    """
     if (
         cos_sin.shape[-1] > q.shape[-1]
         or cos_sin.shape[-1] % 2
@@ -81,7 +87,8 @@ def rotary(
     ):
         raise ValueError(
             "rotary: the table [P, R] must be in the dtype of q and k with even R <= head_dim, "
-            f"got table {cos_sin.dtype} {tuple(cos_sin.shape)}, q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}"
+            f"got table {cos_sin.dtype} {tuple(cos_sin.shape)}, q {q.dtype} {tuple(q.shape)}, "
+            f"k {k.dtype} {tuple(k.shape)}"
         )
     cos, sin = _lookup(positions, cos_sin)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
