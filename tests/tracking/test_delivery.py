@@ -30,7 +30,9 @@ class FlakyStore(MLflowStore):
 
 
 def metric(step, run="experiment"):
-    return Operation(run, "metrics", {"step": step, "time_ms": 1_700_000_000_000 + step, "values": {"reward": step / 10}})
+    return Operation(
+        run, "metrics", {"step": step, "time_ms": 1_700_000_000_000 + step, "values": {"reward": step / 10}}
+    )
 
 
 def recorded(uri, run_id):
@@ -44,7 +46,7 @@ def uri(tmp_path_factory):
 
 
 def test_a_store_that_goes_away_gets_everything_in_order_later(uri, tmp_path):
-    """Operations submitted while the store is away wait, submit() does not block, and all arrive in order afterwards."""
+    """What is submitted while the store is away waits without blocking, and all of it arrives in order afterwards."""
     store = FlakyStore(uri, "away")
     delivery = Delivery(store, tmp_path / "unsent.jsonl")
     delivery.submit(Operation("experiment", "create", {"name": "r"}))
@@ -64,7 +66,7 @@ def test_a_store_that_goes_away_gets_everything_in_order_later(uri, tmp_path):
 
 
 def test_what_is_never_delivered_is_spooled_and_can_be_sent_later(uri, tmp_path):
-    """A store away until the end: the report says how many writes wait in which file, and sending the file delivers them."""
+    """A store away until the end: the report says how many writes wait where, and sending that file delivers them."""
     store = FlakyStore(uri, "spooled")
     spool = tmp_path / "unsent.jsonl"
     delivery = Delivery(store, spool)

@@ -35,7 +35,7 @@ def test_ordinary_keys_are_unchanged():
 
 
 def test_metrics_hold_finite_numbers_only():
-    """NaN and infinity (what RLlib reports for an unlogged metric) make no row; neither do texts, lists and the echo."""
+    """NaN (what RLlib reports for an unlogged metric) and infinity make no row; nor do texts, lists and the echo."""
     result = {
         "training_iteration": 3,
         "env_runners": {"episode_return_mean": 0.5, "unlogged": float("nan")},
@@ -55,7 +55,9 @@ def test_metrics_hold_finite_numbers_only():
 
 def test_params_are_cut_to_the_limit_and_stay_readable():
     """A value longer than MLflow takes ends in an ellipsis; classes are named, lists are JSON."""
-    params = entries.params_of({"long": "x" * 9000, "cls": dict, "list": [1, 2], "nested": {"on": True}, "empty": {}})
+    params = entries.params_of(
+        {"long": "x" * 9000, "cls": dict, "list": [1, 2], "nested": {"on": True}, "empty": {}}
+    )
     assert len(params["long"]) == validation.MAX_PARAM_VAL_LENGTH
     assert params["long"].endswith("…")
     assert params["cls"] == "builtins.dict"
