@@ -1,1 +1,2 @@
-"""Moving weights from learner to engine: quantised once, verified before they are applied, receipted after."""
+"""Moving weights from learner to engine: quantised once, verified before they are applied, receipted
+after."""

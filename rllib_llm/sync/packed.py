@@ -1,7 +1,8 @@
 """The weight update as data: tensors as bytes, a hash for each, a version.
 
-torch 2.13 cannot pickle float8 tensors, so a tensor travels as a flat uint8 numpy array with its dtype name and shape; numpy
-arrays pass through Ray's object store without a copy. Nothing here needs a GPU, Ray or a model.
+torch 2.13 cannot pickle float8 tensors, so a tensor travels as a flat uint8 numpy array with its dtype name
+and shape; numpy arrays pass through Ray's object store without a copy. Nothing here needs a GPU, Ray or a
+model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-SCALE_SUFFIX = "_scale_inv"  # X.weight (codes) + X.weight_scale_inv (what a code is multiplied by): DeepSeek, vLLM
+SCALE_SUFFIX = (
+    "_scale_inv"  # X.weight (codes) + X.weight_scale_inv (what a code is multiplied by): DeepSeek, vLLM
+)
 
 
 class WeightSyncError(RuntimeError):
@@ -31,7 +34,9 @@ class WeightSyncError(RuntimeError):
         self.version = version
         head = "weight update refused" if version is None else f"weight update, version {version}, refused"
         lines = "\n".join(f"  - {v}" for v in self.violations)
-        super().__init__(f"{head}; the engine keeps what it held. {len(self.violations)} violation(s):\n{lines}")
+        super().__init__(
+            f"{head}; the engine keeps what it held. {len(self.violations)} violation(s):\n{lines}"
+        )
 
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], int | None]]:
         return type(self), (self.violations, self.version)
@@ -68,7 +73,8 @@ class PackedTensor:
 
     @classmethod
     def pack(cls, tensor: torch.Tensor) -> PackedTensor:
-        """Copy `tensor` (any device) into host bytes. The copy is owned: later changes of `tensor` do not reach it."""
+        """Copy `tensor` (any device) into host bytes. The copy is owned: later changes of `tensor` do not
+        reach it."""
         host = tensor.detach().to("cpu", copy=True).contiguous()
         data = host.reshape(-1).view(torch.uint8).numpy()
         return cls(data, dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -83,7 +89,8 @@ class PackedTensor:
         return tensor_hash(self.data, self.dtype, self.shape)
 
     def problems(self) -> list[str]:
-        """What is wrong with this tensor on its own: unknown dtype, wrong number of bytes; empty if nothing."""
+        """What is wrong with this tensor on its own: unknown dtype, wrong number of bytes; empty if
+        nothing."""
         if self.dtype not in DTYPES:
             return [f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"]
         if self.data.dtype != np.uint8 or self.data.ndim != 1:
@@ -116,7 +123,8 @@ class WeightUpdate:
         return sum(t.data.nbytes for t in self.tensors.values())
 
     def split(self, max_bytes: int) -> Iterator[WeightChunk]:
-        """Chunks of at most `max_bytes` (a larger tensor is a chunk of its own), for transports with bounded memory."""
+        """Chunks of at most `max_bytes` (a larger tensor is a chunk of its own), for transports with
+        bounded memory."""
         groups: list[list[str]] = [[]]
         size = 0
         for name, tensor in self.tensors.items():
@@ -128,14 +136,17 @@ class WeightUpdate:
         for index, names in enumerate(groups):
             part = {n: self.tensors[n] for n in names}
             hashes = {n: self.hashes[n] for n in names}
-            yield WeightChunk(self.version, self.policy_fingerprint, self.plan_hash, index, len(groups), part, hashes)
+            yield WeightChunk(
+                self.version, self.policy_fingerprint, self.plan_hash, index, len(groups), part, hashes
+            )
 
     @classmethod
     def assemble(cls, chunks: Iterable[WeightChunk]) -> WeightUpdate:
         """Put chunks (in any order) back together.
 
         Raises:
-            WeightSyncError: a chunk is missing or twice, a tensor is in two chunks, or chunks of two updates are mixed.
+            WeightSyncError: a chunk is missing or twice, a tensor is in two chunks, or chunks of two
+                updates are mixed.
         """
         parts = sorted(chunks, key=lambda c: c.index)
         if not parts:
@@ -172,7 +183,9 @@ def _chunk_problems(parts: list[WeightChunk]) -> list[str]:
     ]
     indices = [p.index for p in parts]
     problems += [f"chunk {i} of {first.count} is missing" for i in range(first.count) if i not in indices]
-    problems += [f"chunk {i} arrived {indices.count(i)} times" for i in sorted(set(indices)) if indices.count(i) > 1]
+    problems += [
+        f"chunk {i} arrived {indices.count(i)} times" for i in sorted(set(indices)) if indices.count(i) > 1
+    ]
     seen: dict[str, int] = {}
     for part in parts:
         for name in part.tensors:

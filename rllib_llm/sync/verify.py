@@ -35,22 +35,29 @@ def verify_update(
     """Compare an update with what the receiver needs, before any of it is applied.
 
     Raises:
-        WeightSyncError: lists all of: another policy or plan; missing or unknown tensors; wrong dtype, shape or number of
-            bytes; bytes that do not have the hash that the sender computed.
+        WeightSyncError: lists all of: another policy or plan; missing or unknown tensors; wrong dtype,
+            shape or number of bytes; bytes that do not have the hash that the sender computed.
     """
     problems = []
     if update.policy_fingerprint != policy_fingerprint:
         problems.append(
-            f"policy fingerprint {update.policy_fingerprint[:16]}…, this engine runs {policy_fingerprint[:16]}…: build both "
+            f"policy fingerprint {update.policy_fingerprint[:16]}…, this engine runs "
+            f"{policy_fingerprint[:16]}…: build both "
             "sides from one policy"
         )
     if update.plan_hash != plan_hash:
         problems.append(
-            f"plan hash {update.plan_hash[:16]}…, this engine's is {plan_hash[:16]}…: the model configurations differ"
+            f"plan hash {update.plan_hash[:16]}…, this engine's is {plan_hash[:16]}…: the model "
+            f"configurations differ"
         )
-    problems += [f"{name}: missing{_sibling_hint(name, update)}" for name in sorted(set(expected) - set(update.tensors))]
+    problems += [
+        f"{name}: missing{_sibling_hint(name, update)}"
+        for name in sorted(set(expected) - set(update.tensors))
+    ]
     problems += [f"{name}: unknown to this model" for name in sorted(set(update.tensors) - set(expected))]
-    problems += [f"{name}: hash without a tensor" for name in sorted(set(update.hashes) - set(update.tensors))]
+    problems += [
+        f"{name}: hash without a tensor" for name in sorted(set(update.hashes) - set(update.tensors))
+    ]
     for name in sorted(set(expected) & set(update.tensors)):
         problems += [f"{name}: {p}" for p in _tensor_problems(name, update, expected[name])]
     if problems:

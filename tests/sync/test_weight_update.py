@@ -32,21 +32,26 @@ def expected_of(update: WeightUpdate) -> dict[str, TensorSpec]:
     return {name: TensorSpec(t.dtype, t.shape) for name, t in update.tensors.items()}
 
 
-def refused(update: WeightUpdate, expected: dict[str, TensorSpec], policy: str = "f" * 64, plan: str = "p" * 64) -> str:
+def refused(
+    update: WeightUpdate, expected: dict[str, TensorSpec], policy: str = "f" * 64, plan: str = "p" * 64
+) -> str:
     with pytest.raises(WeightSyncError) as caught:
         verify_update(update, expected, policy, plan)
     return str(caught.value)
 
 
 def replace(update: WeightUpdate, **changes) -> WeightUpdate:
-    fields = {k: getattr(update, k) for k in ("version", "policy_fingerprint", "plan_hash", "tensors", "hashes")}
+    fields = {
+        k: getattr(update, k) for k in ("version", "policy_fingerprint", "plan_hash", "tensors", "hashes")
+    }
     return WeightUpdate(**(fields | changes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("shape", EDGE_SHAPES, ids=str)
 def test_pack_round_trip_keeps_every_byte(dtype, shape):
-    """pack → pickle → unpack gives the same bytes for every dtype that is sent, float8 (which torch cannot pickle) included."""
+    """pack → pickle → unpack gives the same bytes for every dtype that is sent, float8 (which torch cannot
+    pickle) included."""
     tensor = make_tensor(dtype, shape)
     packed = pickle.loads(pickle.dumps(PackedTensor.pack(tensor)))
     back = packed.unpack()
@@ -57,7 +62,8 @@ def test_pack_round_trip_keeps_every_byte(dtype, shape):
 
 
 def test_pack_owns_its_bytes():
-    """Changing the tensor after packing does not change what was packed, nor does changing an unpacked tensor."""
+    """Changing the tensor after packing does not change what was packed, nor does changing an unpacked
+    tensor."""
     tensor = make_tensor(torch.float32, (4, 4))
     packed = PackedTensor.pack(tensor)
     before = packed.hash()
@@ -92,7 +98,8 @@ def test_verify_accepts_what_was_sent():
 
 
 def test_verify_lists_all_violations_at_once():
-    """One message names: other policy, other plan, missing half of a pair, unknown name, wrong dtype, shape, bytes, no hash."""
+    """One message names: other policy, other plan, missing half of a pair, unknown name, wrong dtype,
+    shape, bytes, no hash."""
     good = make_update()
     tensors, hashes = dict(good.tensors), dict(good.hashes)
     del tensors["a.weight_scale_inv"]
@@ -130,7 +137,8 @@ def test_error_survives_pickling():
 
 @pytest.mark.parametrize("max_bytes", [1, 200, 20_000, 10**9])
 def test_split_and_assemble_is_the_identity(max_bytes):
-    """Chunks of any size, in any order, assemble to the update; no chunk of several tensors exceeds the bound."""
+    """Chunks of any size, in any order, assemble to the update; no chunk of several tensors exceeds the
+    bound."""
     update = make_update()
     chunks = list(update.split(max_bytes))
     for chunk in chunks:
@@ -141,7 +149,8 @@ def test_split_and_assemble_is_the_identity(max_bytes):
 
 
 def test_assemble_lists_missing_repeated_and_mixed_chunks():
-    """A chunk that is missing, one that came twice, one of another version and a tensor in two chunks are all named."""
+    """A chunk that is missing, one that came twice, one of another version and a tensor in two chunks are
+    all named."""
     chunks = list(make_update().split(200))
     other = next(iter(make_update(version=4).split(200)))
     moved = type(chunks[2])(3, "f" * 64, "p" * 64, 2, len(chunks), chunks[1].tensors, chunks[1].hashes)

@@ -1,0 +1,226 @@
+"""The rollout engine interface: token ids in, token ids and log-probs out, weights in versions.
+
+Two engines implement it: the embedded `rllib_llm.engines.torch_engine.TorchEngine`, and vLLM. Text never
+passes through an engine: the caller tokenises once and trains on the very ids that were sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from precision_policies import Attestation, PrecisionPolicy
+from rllib_llm.sync.packed import WeightUpdate
+from rllib_llm.sync.verify import WeightReceipt
+
+FinishReason = Literal["stop", "length"]
+NO_WEIGHTS = -1
+"""`RolloutEngine.weights_version` before any weights are loaded."""
+CHECKPOINT_VERSION = 0
+"""`RolloutEngine.weights_version` after loading a model directory; a learner's exports count from 1."""
+
+
+class EngineError(RuntimeError):
+    """An engine could not do what was asked; nothing half-done is returned."""
+
+
+class SamplingParamsError(ValueError):
+    """Sampling parameters that make no sense; lists all of them."""
+
+
+class PromptError(ValueError):
+    """Prompts that cannot be generated from: empty, too long for the context, or ids outside the
+    vocabulary."""
+
+
+class EngineUnavailableError(ImportError):
+    """The asked engine is not installed. There is no fallback: another engine computes other numbers."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample; names and meaning follow vLLM's SamplingParams.
+
+    Log-probs are those of the distribution sampled from: logits / temperature, then `top_k`, then `top_p`,
+    renormalised. At ``temperature == 0`` the most likely token is taken (the lowest id of equals); the
+    distribution sampled from is a point mass whose log-prob 0 says nothing, so the log-prob of the token at
+    temperature 1 without truncation is reported.
+    """
+
+    n: int = 1
+    """Completions per prompt; the prompt is prefilled once."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all."""
+    top_k: int = 0
+    """Keep the k most likely tokens (and all that equal the k-th); 0 keeps all."""
+    max_tokens: int = 64
+    """Most new tokens of one completion; the end of the model's context also ends it, as "length"."""
+    min_tokens: int = 0
+    """Before so many new tokens the end-of-sequence and stop ids have probability 0 and stop strings are
+    not looked for."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a completion, besides the model's end-of-sequence ids; the id is the completion's last
+    token."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion once they appear in its text; the token that completes one is kept.
+    Needs a tokenizer."""
+    seed: int | None = None
+    """None draws a fresh seed. The same seed gives the same tokens whatever else is in the batch."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-sequence ids (`stop_token_ids` still stop)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        rules = {
+            f"n={self.n}: must be >= 1": self.n >= 1,
+            f"temperature={self.temperature}: must be finite and >= 0": math.isfinite(self.temperature)
+            and self.temperature >= 0,
+            f"top_p={self.top_p}: must be in (0, 1]": 0 < self.top_p <= 1,
+            f"top_k={self.top_k}: must be >= 0 (0 keeps all)": self.top_k >= 0,
+            f"max_tokens={self.max_tokens}: must be >= 1": self.max_tokens >= 1,
+            f"min_tokens={self.min_tokens}: must be in [0, max_tokens={self.max_tokens}]": 0
+            <= self.min_tokens
+            <= self.max_tokens,
+            f"stop={self.stop!r}: an empty string would stop at once": all(self.stop),
+            f"stop_token_ids={self.stop_token_ids}: ids are >= 0": all(t >= 0 for t in self.stop_token_ids),
+            f"seed={self.seed}: must be >= 0": self.seed is None or self.seed >= 0,
+        }
+        broken = [text for text, holds in rules.items() if not holds]
+        if broken:
+            raise SamplingParamsError(
+                "sampling parameters refused:\n" + "\n".join(f"  - {b}" for b in broken)
+            )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer.
+
+    Attributes:
+        token_ids: int64 [L], the stop token included.
+        logprobs: float32 [L], natural log, of the distribution sampled from (see `SamplingParams`).
+        finish_reason: "stop" (end-of-sequence, stop id or stop string) or "length".
+        weights_version: version of the weights that every one of these tokens was sampled with.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+    weights_version: int
+
+
+class RolloutEngine(ABC):
+    """Generates completions with weights of a known version. One caller at a time."""
+
+    @property
+    @abstractmethod
+    def weights_version(self) -> int:
+        """Version of the weights in use; `NO_WEIGHTS` before the first, `CHECKPOINT_VERSION` from a model
+        directory."""
+
+    @abstractmethod
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
+        """Sample `params.n` completions for each prompt.
+
+        Args:
+            prompts: token ids, one list per prompt.
+            params: sampling parameters, the same for all.
+            seeds: one seed per prompt, instead of ``(params.seed, index of the prompt)``; completions of a
+                prompt then do not depend on its place in the list.
+
+        Returns:
+            ``result[p][i]`` is completion i of prompt p.
+
+        Raises:
+            PromptError: lists every prompt that cannot be used; nothing is generated.
+            EngineError: no weights yet, asleep, closed, or non-finite logits.
+        """
+
+    @abstractmethod
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Verify, then replace all weights; cached prefixes are dropped.
+
+        Raises:
+            WeightSyncError: lists every violation; the engine goes on with what it held.
+        """
+
+    @abstractmethod
+    def attest(self) -> Attestation:
+        """What this engine runs with, gathered in its own process, with hashes of the weights it holds."""
+
+    @abstractmethod
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until `wake`: level 1 the KV cache; level 2 also the weights, which then need an
+        update."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undo `sleep`; after level 2 the engine has `NO_WEIGHTS` until the next update."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; further calls raise EngineError. Idempotent."""
+
+    def __enter__(self) -> RolloutEngine:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> None:
+    """Refuse prompts that leave no room for one new token, are empty, or hold ids outside the vocabulary.
+
+    Raises:
+        PromptError: lists every such prompt.
+    """
+    problems = []
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            problems.append(f"prompt {index} is empty")
+        elif len(prompt) >= max_model_len:
+            problems.append(
+                f"prompt {index} has {len(prompt)} tokens, the context holds {max_model_len} and one must "
+                f"be left to "
+                "sample: shorten it or raise max_model_len"
+            )
+        elif not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            problems.append(
+                f"prompt {index} holds ids in [{min(prompt)}, {max(prompt)}], the vocabulary is [0, "
+                f"{vocab_size})"
+            )
+    if problems:
+        raise PromptError("prompts refused:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def check_sampling_policy(policy: PrecisionPolicy, params: SamplingParams) -> None:
+    """Refuse sampling that the policy excludes (`logprobs.temperature`, `logprobs.truncation`).
+
+    Greedy decoding is never training data and passes.
+
+    Raises:
+        SamplingParamsError: lists each parameter with the policy's key.
+    """
+    if params.temperature == 0:
+        return
+    problems = []
+    if policy.logprobs.temperature == "refuse" and params.temperature != 1.0:
+        problems.append(
+            f"temperature={params.temperature}: the policy says logprobs.temperature: refuse, use 1.0"
+        )
+    if policy.logprobs.truncation == "refuse" and (params.top_k or params.top_p < 1.0):
+        problems.append(
+            f"top_k={params.top_k}, top_p={params.top_p}: the policy says logprobs.truncation: refuse, use 0 and 1.0"
+        )
+    if problems:
+        lines = "\n".join(f"  - {p}" for p in problems)
+        raise SamplingParamsError(f"policy {policy.name!r} refuses these sampling parameters:\n{lines}")

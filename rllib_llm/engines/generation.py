@@ -1,0 +1,234 @@
+"""One `generate` call of the embedded engine: admission, chunked prefill with shared prefixes, decode, slots.
+
+Continuous batching: sequences occupy slots 0..A-1 of the KV cache; one that ends leaves at once, the last
+one moves into its slot, and waiting ones are admitted. A prompt is prefilled once into a staging slot, its
+`n` completions copy the prefix from there. Which sequences run together never changes a result: the model's
+operators are row-invariant and every sequence draws from its own stream
+(`rllib_llm.engines.sampler.sequence_uniforms`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rllib_llm.engines.base import Completion, EngineError, FinishReason, SamplingParams
+from rllib_llm.engines.sampler import sample, sequence_uniforms
+from rllib_llm.engines.stopping import StopRule
+from rllib_llm.models.batch import PackedBatch
+from rllib_llm.models.causal_lm import CausalLM
+from rllib_llm.models.kv_cache import DecoderCache
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one run: running sequences, staged prompts, tokens of one prefill forward, context length
+    in tokens."""
+
+    sequences: int
+    staged: int
+    prefill_tokens: int
+    context: int
+
+
+@dataclass
+class _Running:
+    """A sequence that is being decoded; its slot is its index in `Generation.active`."""
+
+    prompt: int
+    child: int
+    length: int  # tokens of prompt and answer so far; all but the newest are in the cache
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Staged:
+    """A prefilled prompt in staging slot `slot`, with the children that are still to start."""
+
+    prompt: int
+    slot: int
+    logits: torch.Tensor  # fp32 [1, V] after the last prompt token
+    children: deque[int]
+
+
+class Generation:
+    """Runs one `generate` call to its end; see `run`."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: DecoderCache,
+        limits: Limits,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[Sequence[int]],
+        stop_rule: StopRule,
+        weights_version: int,
+    ) -> None:
+        self.model, self.cache, self.limits, self.params = model, cache, limits, params
+        self.prompts = [torch.as_tensor(p, dtype=torch.int64) for p in prompts]
+        self.seeds, self.stop_rule, self.version = seeds, stop_rule, weights_version
+        self.waiting = deque(range(len(prompts)))
+        self.staged: deque[_Staged] = deque()
+        self.active: list[_Running] = []
+        self.uniforms = torch.zeros(limits.sequences, params.max_tokens, dtype=torch.float64)
+        self.results: list[list[Completion | None]] = [[None] * params.n for _ in prompts]
+
+    def run(self) -> list[list[Completion]]:
+        """All completions, ``[prompt][child]``."""
+        while self.waiting or self.staged or self.active:
+            self._admit()
+            if self.active:
+                self._decode_step()
+        done = [[c for c in row if c is not None] for row in self.results]
+        assert all(len(row) == self.params.n for row in done)
+        return done
+
+    # ------------------------------------------------------------------ admission and prefill
+
+    def _admit(self) -> None:
+        while len(self.active) < self.limits.sequences and (self.staged or self.waiting):
+            if not self.staged:
+                self._stage()
+            self._start_children()
+
+    def _stage(self) -> None:
+        """Prefill as many waiting prompts as the free slots can use (and the staging slots hold)."""
+        free = self.limits.sequences - len(self.active)
+        wanted = min(-(-free // self.params.n), self.limits.staged, len(self.waiting))
+        indices = [self.waiting.popleft() for _ in range(wanted)]
+        first = self.limits.sequences
+        hidden = self._prefill(indices, [first + i for i in range(wanted)])
+        logits = self.model.logits(hidden)
+        for i, prompt in enumerate(indices):
+            self.staged.append(_Staged(prompt, first + i, logits[i : i + 1], deque(range(self.params.n))))
+
+    def _prefill(self, indices: list[int], slots: list[int]) -> torch.Tensor:
+        """Run prompts through the model in packed chunks of at most `prefill_tokens` tokens; [len(indices),
+        H] of the last token of each."""
+        last: dict[int, torch.Tensor] = {}
+        pieces: list[tuple[int, int, int]] = []  # (which, start, stop)
+        room = self.limits.prefill_tokens
+        for which, prompt in enumerate(indices):
+            start, length = 0, len(self.prompts[prompt])
+            while start < length:
+                stop = min(length, start + room)
+                pieces.append((which, start, stop))
+                room -= stop - start
+                start = stop
+                if room == 0:
+                    self._prefill_chunk(pieces, indices, slots, last)
+                    pieces, room = [], self.limits.prefill_tokens
+        if pieces:
+            self._prefill_chunk(pieces, indices, slots, last)
+        return torch.stack([last[which] for which in range(len(indices))])
+
+    def _prefill_chunk(
+        self,
+        pieces: list[tuple[int, int, int]],
+        indices: list[int],
+        slots: list[int],
+        last: dict[int, torch.Tensor],
+    ) -> None:
+        batch = PackedBatch.from_pieces(
+            [(self.prompts[indices[which]][start:stop], start) for which, start, stop in pieces]
+        )
+        hidden = self.model(batch, self.cache.view([slots[which] for which, _, _ in pieces]))
+        ends = np.cumsum([stop - start for _, start, stop in pieces]) - 1
+        for (which, _, stop), end in zip(pieces, ends, strict=True):
+            if stop == len(self.prompts[indices[which]]):
+                last[which] = hidden[int(end)]
+
+    def _start_children(self) -> None:
+        """Give each staged child a slot and its first token, while there are slots."""
+        entries: list[tuple[_Staged, int]] = []
+        free = self.limits.sequences - len(self.active)
+        while self.staged and len(entries) < free:
+            head = self.staged[0]
+            entries.append((head, head.children.popleft()))
+            if not head.children:
+                self.staged.popleft()
+        first_slot = len(self.active)
+        sources = []
+        for slot, (head, child) in enumerate(entries, first_slot):
+            length = len(self.prompts[head.prompt])
+            self.active.append(_Running(head.prompt, child, length))
+            draws = sequence_uniforms([*self.seeds[head.prompt], child], self.params.max_tokens)
+            self.uniforms[slot] = torch.from_numpy(draws)
+            sources.append(head.slot)
+        self.cache.copy_rows(sources, list(range(first_slot, first_slot + len(entries))))
+        logits = torch.cat([head.logits for head, _ in entries])
+        self._take_tokens(logits, first_slot)
+
+    # ------------------------------------------------------------------ decode
+
+    def _decode_step(self) -> None:
+        tokens = torch.tensor([s.token_ids[-1] for s in self.active], dtype=torch.int64)
+        positions = torch.tensor([s.length - 1 for s in self.active], dtype=torch.int64)
+        batch = PackedBatch.decode(tokens, positions)
+        hidden = self.model(batch, self.cache.view_first())
+        self._take_tokens(self.model.logits(hidden), 0)
+
+    def _take_tokens(self, logits: torch.Tensor, first_slot: int) -> None:
+        """Sample one token for each sequence in slots first_slot.., append it, and let finished sequences
+        leave."""
+        running = self.active[first_slot:]
+        counts = torch.tensor([len(s.token_ids) for s in running])
+        uniforms = self.uniforms[torch.arange(first_slot, len(self.active)), counts]
+        params = self.params
+        banned_ids = self.stop_rule.stop_ids if params.min_tokens else ()
+        ids, logprobs = sample(
+            logits,
+            uniforms,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            banned_ids,
+            counts < params.min_tokens,
+        )
+        if not bool(torch.isfinite(logprobs).all()):
+            self._raise_not_finite(running, logprobs)
+        finished: list[tuple[int, FinishReason]] = []
+        for slot, token, logprob in zip(
+            range(first_slot, len(self.active)), ids.tolist(), logprobs.tolist(), strict=True
+        ):
+            sequence = self.active[slot]
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.length += 1
+            reason = self.stop_rule.check(sequence.token_ids, self.limits.context - sequence.length)
+            if reason is not None:
+                finished.append((slot, reason))
+        self._leave(finished)
+
+    def _leave(self, finished: list[tuple[int, FinishReason]]) -> None:
+        """Store finished sequences and close the gaps, from the highest slot down so that indices stay
+        valid."""
+        for slot, reason in reversed(finished):
+            sequence = self.active[slot]
+            self.results[sequence.prompt][sequence.child] = Completion(
+                np.asarray(sequence.token_ids, dtype=np.int64),
+                np.asarray(sequence.logprobs, dtype=np.float32),
+                reason,
+                self.version,
+            )
+            tail = self.active.pop()
+            if slot < len(self.active):
+                self.active[slot] = tail
+                self.cache.copy_rows([len(self.active)], [slot])
+                self.uniforms[slot] = self.uniforms[len(self.active)]
+
+    def _raise_not_finite(self, running: list[_Running], logprobs: torch.Tensor) -> None:
+        bad = [s for s, ok in zip(running, torch.isfinite(logprobs).tolist(), strict=True) if not ok]
+        where = ", ".join(f"prompt {s.prompt} completion {s.child} token {len(s.token_ids)}" for s in bad[:5])
+        raise EngineError(
+            f"{len(bad)} of {len(running)} log-probs are not finite (first: {where}) with weights version "
+            f"{self.version}: "
+            "the weights or the formats overflow; check the learner's finite guard and the policy's "
+            "compute dtype"
+        )

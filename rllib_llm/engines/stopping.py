@@ -1,0 +1,71 @@
+"""When a completion ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from rllib_llm.engines.base import FinishReason, SamplingParams
+
+_CONTEXT_TOKENS = (
+    8  # a character may be spread over several byte tokens: decode a little before the longest stop string
+)
+
+
+class Decoder(Protocol):
+    """The one method that stop strings need from a transformers tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], **kwargs: object) -> str: ...
+
+
+class StopRule:
+    """Stop ids and stop strings of one `generate` call.
+
+    A stop string counts when its last character comes with the newest token. The text is decoded from the
+    last tokens only (a token carries at least one byte, so a string of b bytes spans at most b tokens):
+    cost does not grow with the answer.
+    """
+
+    def __init__(
+        self, params: SamplingParams, eos_token_ids: Iterable[int], tokenizer: Decoder | None
+    ) -> None:
+        if params.stop and tokenizer is None:
+            raise ValueError(
+                f"stop={list(params.stop)!r} needs a tokenizer to compare text: give the engine a model "
+                f"directory that has "
+                "one, or tokenizer=…, or use stop_token_ids"
+            )
+        eos = () if params.ignore_eos else tuple(eos_token_ids)
+        self.stop_ids = tuple(sorted({*eos, *params.stop_token_ids}))
+        self._stop_set = frozenset(self.stop_ids)
+        self._params = params
+        self._tokenizer = tokenizer
+        self._window = max((len(s.encode()) for s in params.stop), default=0) + _CONTEXT_TOKENS
+
+    def check(self, token_ids: Sequence[int], room: int) -> FinishReason | None:
+        """Why a completion that just got its last token ends now, or None.
+
+        Args:
+            token_ids: the completion so far, newest last.
+            room: how many more tokens fit into the model's context.
+        """
+        count = len(token_ids)
+        if count >= self._params.min_tokens:
+            if token_ids[-1] in self._stop_set:
+                return "stop"
+            if self._params.stop and self._completes_stop_string(token_ids):
+                return "stop"
+        if count >= self._params.max_tokens or room <= 0:
+            return "length"
+        return None
+
+    def _completes_stop_string(self, token_ids: Sequence[int]) -> bool:
+        tail = list(token_ids[-self._window :])
+        text, before = self._decode(tail), self._decode(tail[:-1])
+        return any(text.find(stop, max(0, len(before) - len(stop) + 1)) >= 0 for stop in self._params.stop)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None  # the constructor refuses stop strings without one
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )

@@ -1,0 +1,249 @@
+"""The embedded engine: batched generation on the learner's own module code, in this process, on CPU or GPU.
+
+Under a policy with `exactly_on_policy` its log-probs are bit-equal to the learner's packed forward on CPU, for any
+batch composition, prefill chunking and number of threads, because both call the same row-invariant operators on
+the same weights.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from precision_policies import Attestation, PrecisionPolicy, load_policy
+from rllib_llm.attest import build_attestation
+from rllib_llm.engines.base import (
+    CHECKPOINT_VERSION,
+    NO_WEIGHTS,
+    Completion,
+    EngineError,
+    RolloutEngine,
+    SamplingParams,
+    check_prompts,
+    check_sampling_policy,
+)
+from rllib_llm.engines.generation import Generation, Limits
+from rllib_llm.engines.stopping import Decoder, StopRule
+from rllib_llm.models.causal_lm import CausalLM, build_model
+from rllib_llm.models.checkpoint import eos_token_ids, load_pretrained, load_tokenizer, model_config
+from rllib_llm.models.kv_cache import DecoderCache
+from rllib_llm.sync.packed import WeightUpdate
+from rllib_llm.sync.verify import WeightReceipt, verify_update
+
+_CAPACITY_STEP = 64  # caches of nearby sizes are shared between calls
+
+
+class TorchEngine(RolloutEngine):
+    """See the module docstring; options are keyword arguments.
+
+    Args:
+        model: a model directory or shipped name (its weights are loaded, version 0), or a transformers config (the
+            first `update_weights` brings the weights).
+        policy: what `precision_policies.load_policy` takes.
+        load_weights: False ignores the weights of a model directory and waits for the first update.
+        tokenizer: for stop strings; default: that of the model directory, loaded when first needed.
+        eos_token_id: id or ids that end a completion; default: the model's generation_config / config.
+        max_model_len: context in tokens; default and upper bound: the model's max_position_embeddings.
+        max_num_seqs: most sequences decoded at once.
+        max_prefill_tokens: most prompt tokens of one forward; longer prompts are chunked.
+        kv_cache_bytes: bound of the KV cache; lowers the number of concurrent sequences when needed.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        policy: Any,
+        *,
+        load_weights: bool = True,
+        tokenizer: Decoder | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 128,
+        max_prefill_tokens: int = 4096,
+        kv_cache_bytes: int = 4 << 30,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        _check_options(
+            max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens, kv_cache_bytes=kv_cache_bytes
+        )
+        self.policy: PrecisionPolicy = load_policy(policy)
+        self.device = torch.device(device)
+        self._path, config = model_config(model)
+        self._version = NO_WEIGHTS
+        if self._path is not None and load_weights:
+            self._model: CausalLM | None = load_pretrained(self._path, self.policy, "rollout").to(self.device)
+            self._version = CHECKPOINT_VERSION
+        else:
+            self._model = build_model(config, self.policy, "rollout").to(self.device)
+        self._config = config
+        self._tokenizer = tokenizer
+        self._eos = eos_token_ids(config, self._path) if eos_token_id is None else _as_ids(eos_token_id)
+        self.max_model_len = _context_length(max_model_len, self._model.architecture.max_positions)
+        self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
+        self.kv_cache_bytes = kv_cache_bytes
+        self._cache: DecoderCache | None = None
+        self._asleep = False
+        self._closed = False
+
+    @property
+    def weights_version(self) -> int:
+        return self._version
+
+    @property
+    def model(self) -> CausalLM:
+        """The module; EngineError after `close`."""
+        if self._model is None:
+            raise EngineError("the engine is closed")
+        return self._model
+
+    # ------------------------------------------------------------------ generation
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
+        self._require_ready()
+        check_sampling_policy(self.policy, params)
+        check_prompts(prompts, self.model.architecture.vocab, self.max_model_len)
+        if not prompts:
+            return []
+        stop_rule = StopRule(params, self._eos, self._stop_tokenizer() if params.stop else None)
+        limits, capacity = self._limits(prompts, params)
+        run = Generation(
+            self.model,
+            self._cache_of(limits.sequences + limits.staged, capacity),
+            limits,
+            prompts,
+            params,
+            sequence_seeds(len(prompts), params.seed, seeds),
+            stop_rule,
+            self._version,
+        )
+        with torch.no_grad():
+            return run.run()
+
+    def _limits(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> tuple[Limits, int]:
+        """How many sequences fit into the KV budget at once, and how long a slot must be."""
+        longest = min(self.max_model_len, max(map(len, prompts)) + params.max_tokens)
+        capacity = -(-longest // _CAPACITY_STEP) * _CAPACITY_STEP
+        per_slot = DecoderCache.bytes_per_slot(self.model.architecture, capacity, self.model.compute_dtype)
+        affordable = self.kv_cache_bytes // per_slot
+        if affordable < 2:
+            raise EngineError(
+                f"kv_cache_bytes={self.kv_cache_bytes} holds {affordable} sequence(s) of {longest} tokens "
+                f"({per_slot} bytes "
+                "each), two are needed (a prompt and one completion): raise it or lower max_tokens"
+            )
+        wanted = min(self.max_num_seqs, len(prompts) * params.n)
+        staged = min(len(prompts), -(-wanted // params.n), max(1, affordable // 4))
+        return Limits(
+            min(wanted, affordable - staged), staged, self.max_prefill_tokens, self.max_model_len
+        ), capacity
+
+    def _cache_of(self, slots: int, capacity: int) -> DecoderCache:
+        """The cache of the last call when it is large enough, else a new one (the old one is freed first)."""
+        if self._cache is None or self._cache.slots < slots or self._cache.capacity < capacity:
+            self._cache = None
+            self._cache = DecoderCache(
+                self.model.architecture, slots, capacity, self.model.compute_dtype, self.device
+            )
+        return self._cache
+
+    def _stop_tokenizer(self) -> Decoder | None:
+        if self._tokenizer is None and self._path is not None:
+            self._tokenizer = load_tokenizer(self._path)
+        return self._tokenizer
+
+    # ------------------------------------------------------------------ weights
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        self._require_awake()
+        model = self.model
+        verify_update(update, model.weight_specs(), self.policy.fingerprint, model.plan.hash)
+        self._version = (
+            NO_WEIGHTS  # if the copying below is interrupted, the engine must not sample from a mixture
+        )
+        model.load_rollout_tensors((name, tensor.unpack()) for name, tensor in update.tensors.items())
+        self._version = update.version
+        return WeightReceipt(update.version, self.policy.fingerprint, model.plan.hash, model.weight_hashes())
+
+    def attest(self) -> Attestation:
+        self._require_awake()
+        model = self.model
+        held = model.weight_hashes() if self._version != NO_WEIGHTS else {}
+        shown = {"engine": "torch", "weights_version": str(self._version)}
+        return build_attestation(
+            "rollout", self.policy, model.plan, self.device, weights=held, informational=shown
+        )
+
+    # ------------------------------------------------------------------ lifecycle
+
+    def sleep(self, level: int = 1) -> None:
+        if level not in (1, 2):
+            raise ValueError(f"sleep(level={level}): 1 frees the KV cache, 2 also the weights")
+        self._require_open()
+        self._cache = None
+        self._asleep = True
+        if level == 2:
+            self._model = None
+            self._version = NO_WEIGHTS
+
+    def wake(self) -> None:
+        self._require_open()
+        self._asleep = False
+        if self._model is None:
+            self._model = build_model(self._config, self.policy, "rollout").to(self.device)
+
+    def close(self) -> None:
+        self._closed = True
+        self._cache = self._model = None
+        self._version = NO_WEIGHTS
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed: make a new one")
+
+    def _require_awake(self) -> None:
+        self._require_open()
+        if self._asleep:
+            raise EngineError("the engine sleeps: call wake() first")
+
+    def _require_ready(self) -> None:
+        self._require_awake()
+        if self._version == NO_WEIGHTS:
+            raise EngineError(
+                "the engine has no weights yet: call update_weights() with an export of the learner first"
+            )
+
+
+def sequence_seeds(count: int, seed: int | None, seeds: Sequence[int] | None) -> list[tuple[int, ...]]:
+    """One seed tuple per prompt: ``(seeds[p],)``, or ``(seed, p)``; a fresh seed if both are None."""
+    if seeds is not None:
+        if len(seeds) != count or any(s < 0 for s in seeds):
+            raise ValueError(
+                f"seeds: one non-negative integer per prompt is needed, got {len(seeds)} for {count} prompts"
+            )
+        return [(int(s),) for s in seeds]
+    base = secrets.randbits(63) if seed is None else seed
+    return [(base, prompt) for prompt in range(count)]
+
+
+def _as_ids(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _context_length(asked: int | None, supported: int) -> int:
+    if asked is not None and not 2 <= asked <= supported:
+        raise ValueError(
+            f"max_model_len={asked}: the model supports 2 to {supported} (max_position_embeddings)"
+        )
+    return supported if asked is None else asked
+
+
+def _check_options(**values: int) -> None:
+    bad = [f"{name}={value}: must be a positive whole number" for name, value in values.items() if value < 1]
+    if bad:
+        raise ValueError("engine options refused:\n" + "\n".join(f"  - {b}" for b in bad))

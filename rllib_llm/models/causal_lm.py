@@ -1,0 +1,338 @@
+"""Dense decoder-only language models (Llama, Qwen2, Qwen3), one code for the learner and the embedded engine.
+
+Built only from `precision_kernels` operators, each called with the formats of the `Plan`. On CPU the operators
+are row-invariant: the bits of a token's hidden state depend on the tokens before it, not on how the batch was
+packed, chunked or cached, nor on the number of threads. That is why decode in an engine and the packed forward
+of the learner agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from precision_kernels import AttentionLayout, attention, rotary, rotary_cos_sin, silu_mul
+from precision_policies import Plan, PrecisionPolicy, load_policy
+from rllib_llm.models.architecture import Architecture
+from rllib_llm.models.batch import PackedBatch
+from rllib_llm.models.kv_cache import CacheView
+from rllib_llm.models.layers import (
+    PlannedEmbedding,
+    PlannedLinear,
+    PlannedModule,
+    PlannedNorm,
+    Side,
+    joint_forward,
+    rollout_specs,
+)
+from rllib_llm.models.sampling_law import logprobs_of
+from rllib_llm.sync.packed import PackedTensor
+from rllib_llm.sync.verify import TensorSpec
+
+LOGITS_CHUNK_ELEMENTS = 1 << 26
+"""Most fp32 logits that `CausalLM.token_logprobs` holds at once (256 MiB); more rows are recomputed in backward."""
+
+
+class _Rotation:
+    """Rotary table in the compute dtype, grown on demand (an entry's bits do not depend on the table's length)."""
+
+    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
+        self.architecture, self.dtype = architecture, dtype
+        self._inverse = architecture.rope.inverse_frequencies(architecture.head_dim)
+        self._table: torch.Tensor | None = None
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        """cos | sin [P, D] covering `positions`, on their device."""
+        needed = int(positions.max()) + 1
+        table = self._table
+        if table is None or table.shape[0] < needed or table.device != positions.device:
+            if needed > self.architecture.max_positions:
+                raise ValueError(
+                    f"position {needed - 1} is beyond the model's max_position_embeddings "
+                    f"({self.architecture.max_positions})"
+                )
+            length = min(self.architecture.max_positions, max(1024, 1 << (needed - 1).bit_length()))
+            table = self._table = rotary_cos_sin(self._inverse.to(positions.device), length, self.dtype)
+        return table
+
+
+class _Context:
+    """What all layers of one forward share: positions, rotary table, attention layout."""
+
+    def __init__(self, batch: PackedBatch, table: torch.Tensor, layout: AttentionLayout) -> None:
+        self.positions, self.table, self.layout = batch.positions, table, layout
+
+
+class SelfAttention(nn.Module):
+    """Projections, per-head norms where the family has them, rotation, causal attention."""
+
+    def __init__(
+        self, name: str, arch: Architecture, plan: Plan, policy: PrecisionPolicy, side: Side
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = arch.heads, arch.kv_heads, arch.head_dim
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(part, PlannedLinear(plan[f"{name}.{part}"], policy, side))
+        for part in ("q_norm", "k_norm") if arch.qk_norm else ():
+            self.add_module(part, PlannedNorm(plan[f"{name}.{part}"], policy, side, arch.rms_eps))
+        self.qk_norm = arch.qk_norm
+
+    def forward(self, x: torch.Tensor, context: _Context, cache: Any) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        q, k, v = joint_forward((self.q_proj, self.k_proj, self.v_proj), x)
+        q = q.view(-1, self.heads, self.head_dim)
+        k, v = k.view(-1, self.kv_heads, self.head_dim), v.view(-1, self.kv_heads, self.head_dim)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotary(q, k, context.positions, context.table)
+        out = self.attend(q, k, v, context, cache)
+        return self.o_proj(out.reshape(out.shape[0], -1))
+
+    @staticmethod
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: _Context, cache: Any
+    ) -> torch.Tensor:
+        """q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]. An engine with its own paged cache puts its attention here."""
+        return attention(q, k, v, context.layout, cache)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, name: str, plan: Plan, policy: PrecisionPolicy, side: Side) -> None:
+        super().__init__()
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            self.add_module(part, PlannedLinear(plan[f"{name}.{part}"], policy, side))
+        self.saved = policy.activation.saved
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        gate, up = joint_forward((self.gate_proj, self.up_proj), x)
+        return self.down_proj(silu_mul(gate, up, self.saved))
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm block. Input and output are (what the last sub-layer produced, residual stream before it)."""
+
+    def __init__(
+        self, index: int, arch: Architecture, plan: Plan, policy: PrecisionPolicy, side: Side
+    ) -> None:
+        super().__init__()
+        name = f"model.layers.{index}"
+        self.self_attn = SelfAttention(f"{name}.self_attn", arch, plan, policy, side)
+        self.mlp = FeedForward(f"{name}.mlp", plan, policy, side)
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            self.add_module(part, PlannedNorm(plan[f"{name}.{part}"], policy, side, arch.rms_eps))
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, context: _Context, cache: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual [T, H] -> the same two for the next layer; residual is None before the first."""
+        y, residual = self.input_layernorm.add(x, residual)
+        y, residual = self.post_attention_layernorm.add(self.self_attn(y, context, cache), residual)
+        return self.mlp(y), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm: what HF names ``model.*``."""
+
+    def __init__(self, arch: Architecture, plan: Plan, policy: PrecisionPolicy, side: Side) -> None:
+        super().__init__()
+        self.embed_tokens = PlannedEmbedding(plan["model.embed_tokens"], policy, side)
+        self.layers = nn.ModuleList(DecoderLayer(i, arch, plan, policy, side) for i in range(arch.layers))
+        self.norm = PlannedNorm(plan["model.norm"], policy, side, arch.rms_eps)
+
+
+class CausalLM(nn.Module):
+    """A language model that computes as `plan` says for its `side`.
+
+    Parameters (train side) or buffers (rollout side) carry Hugging Face names, see `rllib_llm.models.layers`. Make
+    one with `build_model` or `rllib_llm.models.checkpoint.load_pretrained`; the constructor leaves tensors
+    uninitialised.
+
+    Args:
+        config: transformers PretrainedConfig of a supported architecture (kept for `save_pretrained`).
+        plan: ``policy.resolve(config)``.
+        side: "train" (parameters in the master dtype, differentiable) or "rollout" (received tensors).
+        gradient_checkpointing: keep only each layer's input for backward and recompute the rest: same bits.
+
+    Raises:
+        ArchitectureError: lists what of the config is not implemented.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        plan: Plan,
+        policy: PrecisionPolicy,
+        side: Side = "train",
+        *,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.architecture = Architecture.from_config(config)
+        self.config, self.plan, self.policy, self.side = config, plan, policy, side
+        self.gradient_checkpointing = gradient_checkpointing
+        self.source_path: Path | None = None
+        self.model = Decoder(self.architecture, plan, policy, side)
+        self.lm_head = PlannedLinear(plan["lm_head"], policy, side, tied=self.architecture.tied)
+        self.compute_dtype = self.model.embed_tokens.compute_dtype
+        self._rotation = _Rotation(self.architecture, self.compute_dtype)
+
+    def forward(self, batch: PackedBatch, cache: CacheView | None = None) -> torch.Tensor:
+        """Final hidden states [T, H] in the compute dtype.
+
+        Args:
+            batch: T packed tokens; without a cache every sequence starts at position 0.
+            cache: rows to read and extend; sequence b continues its row at its first position.
+        """
+        layout = self._layout(batch, cache)
+        context = _Context(batch, self._rotation.table(batch.positions), layout)
+        x, residual = self.model.embed_tokens(batch.input_ids), None
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
+        for index, layer in enumerate(self.model.layers):
+            rows = None if cache is None else cache.layers[index]
+            if recompute:
+                x, residual = checkpoint(
+                    layer, x, residual, context, rows, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x, residual = layer(x, residual, context, rows)
+        hidden, _ = self.model.norm.add(x, residual)
+        return hidden
+
+    @staticmethod
+    def _layout(batch: PackedBatch, cache: CacheView | None) -> AttentionLayout:
+        if cache is not None:
+            return cache.layout(batch)
+        starts = batch.positions[batch.cu_seqlens[:-1]]
+        if bool((starts != 0).any()):
+            raise ValueError(
+                f"sequences start at positions {starts[starts != 0][:8].tolist()} but there is no cache "
+                f"that holds what "
+                "comes before: give the cache, or whole sequences"
+            )
+        return AttentionLayout(batch.cu_seqlens)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> fp32 [T, V]."""
+        return self.lm_head.logits(hidden, self.model.embed_tokens.weight if self.architecture.tied else None)
+
+    def token_logprobs(
+        self,
+        hidden: torch.Tensor,
+        target_ids: torch.Tensor,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        *,
+        banned_ids: Sequence[int] = (),
+        banned_rows: torch.Tensor | None = None,
+        return_entropy: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of `target_ids` under the distribution that is sampled from.
+
+        The same function of the same logits as in the engines (`rllib_llm.models.sampling_law`). Rows are taken in
+        chunks whose logits are recomputed in backward when they would exceed `LOGITS_CHUNK_ELEMENTS`.
+
+        Args:
+            hidden: [T, H], hidden[t] predicts target_ids[t].
+            target_ids: int64 [T].
+            temperature, top_k, top_p, banned_ids, banned_rows: how the targets were sampled.
+            return_entropy: also the entropy in nats.
+
+        Returns:
+            fp32 [T], or (fp32 [T], fp32 [T]); differentiable.
+        """
+        rows = max(1, LOGITS_CHUNK_ELEMENTS // self.architecture.vocab)
+
+        def chunk(part: slice, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            banned = None if banned_rows is None else banned_rows[part]
+            return logprobs_of(
+                self.logits(h), target_ids[part], temperature, top_k, top_p, banned_ids, banned
+            )
+
+        parts = [slice(start, start + rows) for start in range(0, max(1, hidden.shape[0]), rows)]
+        if len(parts) == 1 or not torch.is_grad_enabled():
+            pairs = [chunk(part, hidden[part]) for part in parts]
+        else:
+            pairs = [checkpoint(chunk, part, hidden[part], use_reentrant=False) for part in parts]
+        logp = torch.cat([pair[0] for pair in pairs])
+        return (logp, torch.cat([pair[1] for pair in pairs])) if return_entropy else logp
+
+    # ------------------------------------------------------------------ weights
+
+    def planned_modules(self) -> Iterator[tuple[str, PlannedModule]]:
+        """(HF name, module) of every module that owns tensors."""
+        for name, module in self.named_modules():
+            if isinstance(module, PlannedModule) and self.plan[name].tied_to is None:
+                yield name, module
+
+    def initialise(self, seed: int) -> None:
+        """Random weights for training from scratch: normal(0, initializer_range), norms 1, biases 0."""
+        self._require_side("train", "initialise")
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, module in self.planned_modules():
+                if self.plan[name].kind == "norm":
+                    module.weight.fill_(1.0)
+                else:
+                    values = (
+                        torch.randn(module.weight.shape, generator=generator) * self.architecture.init_std
+                    )
+                    module.weight.copy_(values)
+                if module.bias is not None:
+                    module.bias.zero_()
+
+    def _require_side(self, side: Side, what: str) -> None:
+        if self.side != side:
+            raise ValueError(f"{what} needs a model of side {side!r}, this one is of side {self.side!r}")
+
+    def forget_operands(self) -> None:
+        """Drop quantised and aligned copies of all weights, after changes that autograd does not count (`.data`)."""
+        for _, module in self.named_modules():
+            if isinstance(module, PlannedModule):
+                module.forget_operands()
+
+    def rollout_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of everything the rollout side needs, quantised here from the master weights."""
+        self._require_side("train", "exporting weights")
+        for name, module in self.planned_modules():
+            for suffix, tensor in module.export().items():
+                yield f"{name}.{suffix}", tensor
+
+    def load_rollout_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy received tensors, already verified (`rllib_llm.sync.verify`), into this rollout model's buffers."""
+        self._require_side("rollout", "loading exported weights")
+        buffers = dict(self.named_buffers())
+        with torch.no_grad():
+            for name, tensor in tensors:
+                buffers[name].copy_(tensor)
+        self.forget_operands()
+
+    def weight_hashes(self) -> dict[str, str]:
+        """Name -> hash of the tensors that this rollout model holds, taken from its own memory."""
+        self._require_side("rollout", "hashing held weights")
+        return {name: PackedTensor.pack(buffer).hash() for name, buffer in self.named_buffers()}
+
+    def weight_specs(self) -> dict[str, TensorSpec]:
+        """Name -> dtype and shape of every tensor of a `WeightUpdate` for this model, on either side."""
+        specs: dict[str, TensorSpec] = {}
+        for row in self.plan.modules:
+            if row.tied_to is None:
+                specs |= {f"{row.name}.{suffix}": s for suffix, s in rollout_specs(row, self.policy).items()}
+        return specs
+
+
+def build_model(
+    config: Any, policy: Any, side: Side = "train", *, gradient_checkpointing: bool = False
+) -> CausalLM:
+    """A model with uninitialised weights: `policy` (whatever `load_policy` takes) resolved on `config`."""
+    policy = load_policy(policy)
+    plan = policy.resolve(config)
+    return CausalLM(config, plan, policy, side, gradient_checkpointing=gradient_checkpointing)

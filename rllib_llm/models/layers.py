@@ -1,0 +1,228 @@
+"""Embedding, norms and projections that follow a `ModulePlan`, on the train side and on the rollout side.
+
+Train side: `nn.Parameter`s in the policy's master dtype. What enters an operator is the master rounded to the
+compute dtype; an fp8 operand is that rounded weight quantised once per optimiser step. Rollout side: buffers
+that are exactly the tensors of a `WeightUpdate` (names, dtypes, bytes); nothing is quantised there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from precision_kernels import (
+    LinearFormats,
+    PreparedWeight,
+    Quantised,
+    add_rms_norm,
+    linears,
+    prepare_weight,
+    quantise_weight,
+    rms_norm,
+)
+from precision_policies import ModulePlan, PrecisionPolicy
+from rllib_llm.sync.packed import SCALE_SUFFIX, dtype_name
+from rllib_llm.sync.verify import TensorSpec
+
+Side = Literal["train", "rollout"]
+FORMAT_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def rollout_tensors(
+    plan: ModulePlan, policy: PrecisionPolicy, parameter: str, master: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What the rollout side holds for one master parameter of a module: the one place where weights are quantised
+    for it.
+
+    Args:
+        parameter: "weight" or "bias".
+        master: any float dtype, the module's HF shape.
+
+    Returns:
+        Suffix of the module's name -> tensor: ``weight`` e4m3 and ``weight_scale_inv`` fp32, or one plain tensor.
+        Values are first rounded to the compute dtype (policy key `quantisation.weight_source`).
+    """
+    compute = torch_dtype(policy.compute_dtype)
+    if parameter == "weight" and plan.rollout_forward == "fp8":
+        quantised = quantise_weight(master.to(compute), policy.scale_format, policy.scale_floor)
+        return {"weight": quantised.codes, "weight" + SCALE_SUFFIX: quantised.scales}
+    return {parameter: master.to(_plain_dtype(plan, "rollout", compute))}
+
+
+def rollout_specs(plan: ModulePlan, policy: PrecisionPolicy) -> dict[str, TensorSpec]:
+    """Suffix -> dtype and shape of what `rollout_tensors` gives for all parameters of a module."""
+    compute = torch_dtype(policy.compute_dtype)
+    plain = dtype_name(_plain_dtype(plan, "rollout", compute))
+    if plan.rollout_forward == "fp8":
+        blocks = tuple(-(-n // 128) for n in plan.shape)
+        specs = {
+            "weight": TensorSpec(dtype_name(FORMAT_DTYPES["fp8"]), plan.shape),
+            "weight" + SCALE_SUFFIX: TensorSpec("float32", blocks),
+        }
+    else:
+        specs = {"weight": TensorSpec(plain, plan.shape)}
+    if plan.bias:
+        specs["bias"] = TensorSpec(dtype_name(compute), (plan.shape[0],))
+    return specs
+
+
+def _plain_dtype(plan: ModulePlan, side: Side, compute: torch.dtype) -> torch.dtype:
+    """dtype of operands that are not quantised."""
+    form = plan.train_forward if side == "train" else plan.rollout_forward
+    return compute if form == "fp8" else FORMAT_DTYPES[form]
+
+
+class _RoundThrough(torch.autograd.Function):
+    """Rounds values to a dtype but keeps the tensor's own, so that the gradient of the master is not rounded too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class PlannedModule(nn.Module):
+    """A module with HF-named tensors: parameters on the train side, received buffers on the rollout side."""
+
+    def __init__(
+        self, plan: ModulePlan, policy: PrecisionPolicy, side: Side, owns_tensors: bool = True
+    ) -> None:
+        super().__init__()
+        self.plan, self.policy, self.side = plan, policy, side
+        self.compute_dtype = torch_dtype(policy.compute_dtype)
+        self.bias: torch.Tensor | None = None
+        if not owns_tensors:
+            return
+        if side == "train":
+            master = torch_dtype(policy.master_dtype)
+            self.weight = nn.Parameter(torch.empty(plan.shape, dtype=master))
+            if plan.bias:
+                self.bias = nn.Parameter(torch.empty(plan.shape[0], dtype=master))
+        else:
+            for suffix, spec in rollout_specs(plan, policy).items():
+                self.register_buffer(suffix, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)))
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """Suffix -> tensor for the rollout side, from the train side's master parameters."""
+        tensors: dict[str, torch.Tensor] = {}
+        for suffix, parameter in self.named_parameters(recurse=False):
+            tensors |= rollout_tensors(self.plan, self.policy, suffix, parameter.detach())
+        return tensors
+
+    def forget_operands(self) -> None:
+        """Drop what was derived from the weights; to be called when they changed in a way autograd does not see."""
+
+
+class PlannedEmbedding(PlannedModule):
+    """Token id -> row of the table, in the compute dtype."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, H]. Rows are rounded after the lookup: same values, and gradients sum in the "
+        "master dtype."""
+        return nn.functional.embedding(ids, self.weight).to(self.compute_dtype)
+
+
+class PlannedNorm(PlannedModule):
+    """RMSNorm over the last dimension, with or without the residual addition in front."""
+
+    def __init__(self, plan: ModulePlan, policy: PrecisionPolicy, side: Side, eps: float) -> None:
+        super().__init__(plan, policy, side)
+        self.eps = eps
+
+    def _rounded(self) -> torch.Tensor:
+        if self.side == "rollout":
+            return self.weight
+        rounded: torch.Tensor = _RoundThrough.apply(self.weight, self.compute_dtype)
+        return rounded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]."""
+        return rms_norm(x, self._rounded(), self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normalised, new residual) of ``x + residual``; without a residual x itself is the new one."""
+        if residual is None:
+            return self(x), x
+        return add_rms_norm(x, residual, self._rounded(), self.eps)
+
+
+class PlannedLinear(PlannedModule):
+    """A projection (or lm_head) whose three GEMMs run in the formats of its plan.
+
+    A tied lm_head owns no tensor; `logits` is then given the embedding table.
+    """
+
+    def __init__(self, plan: ModulePlan, policy: PrecisionPolicy, side: Side, tied: bool = False) -> None:
+        super().__init__(plan, policy, side, owns_tensors=not tied)
+        form = plan.train_forward if side == "train" else plan.rollout_forward
+        scale = (policy.scale_format, policy.scale_floor)
+        if side == "train":
+            self.formats = LinearFormats(form, plan.dgrad, plan.wgrad, plan.saved, *scale)
+        else:  # no backward here: the last three are not used
+            self.formats = LinearFormats(form, *(("fp8",) * 3 if form == "fp8" else (form,) * 3), *scale)
+        self._prepared: tuple[tuple[Any, ...], PreparedWeight] | None = None
+
+    def prepared(self, weight: torch.Tensor | None = None) -> PreparedWeight:
+        """The weight as its GEMMs read it: made once per version of the tensor (autograd's in-place counter)."""
+        weight = self.weight if weight is None else weight
+        key = (weight.data_ptr(), weight._version, weight.device)
+        if self._prepared is None or self._prepared[0] != key:
+            source: torch.Tensor | Quantised = weight
+            if weight.dtype == FORMAT_DTYPES["fp8"]:
+                scales = getattr(self, "weight" + SCALE_SUFFIX)
+                source = Quantised(weight, scales, "128x128", self.formats.scale_format)
+            self._prepared = (key, prepare_weight(source, self.formats, self.compute_dtype))
+        return self._prepared[1]
+
+    def forget_operands(self) -> None:
+        self._prepared = None
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """As `PlannedModule.export`; an fp8 weight is the very codes that the learner's next forward multiplies by."""
+        if not (self.plan.train_forward == self.plan.rollout_forward == "fp8"):
+            return super().export()
+        self.forget_operands()
+        quantised = self.prepared().quantised
+        assert quantised is not None  # train_forward is fp8
+        tensors = {"weight": quantised.codes, "weight" + SCALE_SUFFIX: quantised.scales}
+        if self.bias is not None:
+            tensors |= rollout_tensors(self.plan, self.policy, "bias", self.bias.detach())
+        return tensors
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, K] -> [T, N] in the compute dtype."""
+        return joint_forward([self], x)[0]
+
+    def logits(self, hidden: torch.Tensor, tied_weight: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, H] -> fp32 [T, V]: operands in the plan's format, the product not rounded below fp32."""
+        weight = self.weight if tied_weight is None else tied_weight
+        prepared = [self.prepared(weight)]
+        return linears(hidden, [weight], [None], self.formats, prepared, out_dtype=torch.float32)[0]
+
+
+def joint_forward(modules: Sequence[PlannedLinear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Several projections of one input (q, k, v or gate, up): x is quantised and saved once. Bits as one by one.
+
+    The modules must have one set of formats; a plan never splits such a group.
+    """
+    train = modules[0].side == "train"
+    prepared = [m.prepared() for m in modules]
+    weights: list[Any] = [m.weight if train else p for m, p in zip(modules, prepared, strict=True)]
+    return linears(x, weights, [m.bias for m in modules], modules[0].formats, prepared)

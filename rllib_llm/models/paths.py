@@ -1,0 +1,66 @@
+"""Where a model string points: a directory of the user's, or a model shipped inside the package.
+
+No model hub is contacted, ever: a name that is neither a directory nor a shipped asset is an error that
+says so.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from pathlib import Path
+
+CONFIG_FILE = "config.json"
+ASSETS_PACKAGE = "rllib_llm.assets"
+
+
+class ModelPathError(FileNotFoundError):
+    """A model string that resolves to nothing we can load."""
+
+
+def _assets_root() -> Path | None:
+    try:
+        root = importlib.resources.files(ASSETS_PACKAGE)
+    except ModuleNotFoundError:
+        return None
+    return Path(str(root))
+
+
+def shipped_models() -> tuple[str, ...]:
+    """Names of the models inside the package, e.g. ``("tiny-chain",)``; each is a directory with a
+    config.json."""
+    root = _assets_root()
+    if root is None or not root.is_dir():
+        return ()
+    return tuple(sorted(child.name for child in root.iterdir() if (child / CONFIG_FILE).is_file()))
+
+
+def resolve_model_path(model: str | os.PathLike[str]) -> Path:
+    """The directory that `model` names.
+
+    A directory with a ``config.json`` wins over a shipped name, so a user can shadow ``tiny-chain`` by a
+    local folder.
+
+    Raises:
+        ModelPathError: neither a model directory nor a shipped name; lists what was looked at.
+    """
+    path = Path(model).expanduser()
+    if (path / CONFIG_FILE).is_file():
+        return path.resolve()
+    if str(model) in shipped_models():
+        root = _assets_root()
+        assert root is not None  # shipped_models() returned a name, so the package is there
+        return root / str(model)
+    if path.is_dir():
+        found = f"{path.resolve()} is a directory without {CONFIG_FILE}"
+    elif path.suffix == ".gguf" or path.is_file():
+        found = f"{path.resolve()} is a file"
+    else:
+        found = f"no directory {path.absolute()}"
+    raise ModelPathError(
+        f"model={str(model)!r}: {found}. Give a directory in Hugging Face format ({CONFIG_FILE} + "
+        f"*.safetensors) or a "
+        f"shipped model: {', '.join(shipped_models()) or '(none found)'}. Model hubs are not contacted; "
+        f"GGUF files are "
+        f"converted with examples/make_smollm2.py."
+    )
