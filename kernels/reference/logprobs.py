@@ -29,6 +29,13 @@ def _check(name: str, logits: torch.Tensor, temperature: float) -> None:
         )
 
 
+def _check_ids(logits: torch.Tensor, ids: torch.Tensor) -> None:
+    if ids.shape != logits.shape[:1] or ids.dtype != torch.int64:
+        raise ValueError(
+            f"token_logprobs: ids must be int64 [{logits.shape[0]}], got {ids.dtype} {tuple(ids.shape)}"
+        )
+
+
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     if temperature == 1.0:
         return logits
@@ -61,10 +68,7 @@ def token_logprobs(
     The log-sum-exp m + log s of z is what the backward needs.
     """
     _check("token_logprobs", logits, temperature)
-    if ids.shape != logits.shape[:1] or ids.dtype != torch.int64:
-        raise ValueError(
-            f"token_logprobs: ids must be int64 [{logits.shape[0]}], got {ids.dtype} {tuple(ids.shape)}"
-        )
+    _check_ids(logits, ids)
     logp, entropy, lse = [], [], []
     for rows in _chunks(logits):
         z = _scaled(logits[rows], temperature)

@@ -73,12 +73,7 @@ def _lookup(positions: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tenso
     return cos, sin
 
 
-def rotary(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q [T, H, D] and k [T, Hkv, D] at positions [T] with a table [P, R]; R < D leaves the last D-R
-    as they are.
-    """
+def _check(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> None:
     if (
         cos_sin.shape[-1] > q.shape[-1]
         or cos_sin.shape[-1] % 2
@@ -90,6 +85,15 @@ def rotary(
             f"got table {cos_sin.dtype} {tuple(cos_sin.shape)}, q {q.dtype} {tuple(q.shape)}, "
             f"k {k.dtype} {tuple(k.shape)}"
         )
+
+
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate q [T, H, D] and k [T, Hkv, D] at positions [T] with a table [P, R]; R < D leaves the last D-R
+    as they are.
+    """
+    _check(q, k, cos_sin)
     cos, sin = _lookup(positions, cos_sin)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 

@@ -118,6 +118,12 @@ def _rows_of(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] as [M, D] with contiguous rows."""
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _tile(d: int, quantise: bool) -> tuple[int, int, int]:
     """(rows per program, width of a chunk, warps)."""
     width = min(SUM_CHUNK, max(128 if quantise else 16, triton.next_power_of_2(d)))
@@ -208,19 +214,33 @@ def add_rms_norm(
 
 
 def rms_norm_quantise(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, write: bool = False,
-    scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR,
-) -> tuple[Quantised, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """``quantise_activation`` of (add_)rms_norm for x [M, D]: (codes and scales, y if ``write``, new residual, rstd)."""
-    _check("rms_norm_quantise", x, weight, residual)
-    if x.dim() != 2:
-        raise ValueError(f"rms_norm_quantise: x must be a matrix [M, D], got shape {tuple(x.shape)}")
-    residual_rows = None if residual is None else residual.contiguous()
-    y, summed, rstd, codes, scales = rms_norm_op(
-        _rows_of(x), residual_rows, weight, eps, write, True, scale_format == "ue8m0", scale_floor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale_format: ScaleFormat = "fp32",
+    scale_floor: float = SCALE_FLOOR,
+) -> tuple[Quantised, torch.Tensor]:
+    """``reference.fused.rms_norm_quantise``: (1x128 codes of the norm [M, D], rstd fp32 [M, 1])."""
+    _check("rms_norm_quantise", x, weight)
+    rows = _matrix(x)
+    _, _, rstd, codes, scales = rms_norm_op(rows, None, weight, eps, False, True, scale_format == "ue8m0", scale_floor)
+    return Quantised(codes, scales, "1x128", scale_format), rstd
+
+
+def add_rms_norm_quantise(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale_format: ScaleFormat = "fp32",
+    scale_floor: float = SCALE_FLOOR,
+) -> tuple[Quantised, torch.Tensor, torch.Tensor]:
+    """``reference.fused.add_rms_norm_quantise``: (1x128 codes of the norm, new residual [M, D], rstd fp32 [M, 1])."""
+    _check("add_rms_norm_quantise", x, weight, residual)
+    _, summed, rstd, codes, scales = rms_norm_op(
+        _matrix(x), _matrix(residual).contiguous(), weight, eps, False, True, scale_format == "ue8m0", scale_floor
     )
-    quantised = Quantised(codes, scales, "1x128", scale_format)
-    return quantised, y if write else None, None if residual is None else summed, rstd
+    return Quantised(codes, scales, "1x128", scale_format), summed, rstd
 
 
 def rms_norm_backward(
@@ -238,4 +258,4 @@ def rms_norm_backward(
     return dx.view(x.shape), dweight
 
 
-__all__ = ["add_rms_norm", "rms_norm", "rms_norm_backward", "rms_norm_quantise"]
+__all__ = ["add_rms_norm", "add_rms_norm_quantise", "rms_norm", "rms_norm_backward", "rms_norm_quantise"]

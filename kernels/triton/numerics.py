@@ -19,7 +19,24 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-FP8_MAX = tl.constexpr(448.0)
+
+
+def _repair_interpreter() -> None:
+    """Let interpreted kernels loop to a runtime bound: numpy >= 2.4 refuses the int(array of one element) they rely on."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def repaired(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = repaired
+
+
+if INTERPRETED:
+    _repair_interpreter()
+
 
 
 @triton.jit
@@ -144,7 +161,7 @@ def log(x):
     bits = x.to(tl.int32, bitcast=True)
     e = (bits - 0x3F400000) >> 23
     m = (bits - (e << 23)).to(tl.float32, bitcast=True).to(tl.float64)
-    s = tl.div_rn(m - 1.0, m + 1.0) if INTERPRETED else (m - 1.0) / (m + 1.0)
+    s = (m - 1.0) / (m + 1.0)
     z = s * s
     p = tl.full(z.shape, 2.0 / 23, tl.float64)
     for i in tl.static_range(10, -1, -1):

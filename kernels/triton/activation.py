@@ -1,0 +1,144 @@
+"""SiLU(gate) * up of :mod:`precision_kernels.reference.activation`, optionally quantising the result, and its backward."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from precision_kernels.reference.activation import _check
+from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
+from precision_kernels.triton.numerics import (
+    block_scale,
+    divide_by_scale,
+    encode_e4m3,
+    exp,
+    finite_magnitude,
+    round_to,
+    widen,
+)
+from precision_kernels.triton.quantise import aligned_scales
+
+_ROWS, _BLOCKS = 16, 2
+
+
+@triton.jit
+def _forward_kernel(
+    gate, up, y, codes, scales, M, K, gate_m, up_m, scale_m, scale_b, floor,
+    WRITE: tl.constexpr, QUANTISE: tl.constexpr, UE8M0: tl.constexpr, FAST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    g = widen(tl.load(gate + rows[:, None] * gate_m + columns[None, :], mask, 0.0))
+    u = widen(tl.load(up + rows[:, None] * up_m + columns[None, :], mask, 0.0))
+    silu = widen(round_to(tl.div_rn(g, exp(-g) + 1.0), gate.dtype.element_ty))
+    z = round_to(silu * u, gate.dtype.element_ty)
+    out = rows[:, None] * K + columns[None, :]
+    if WRITE:
+        tl.store(y + out, z, mask)
+    if QUANTISE:
+        q = tl.reshape(widen(z), (ROWS, BLOCKS, 128))
+        scale = block_scale(tl.max(finite_magnitude(q), 2), floor, UE8M0)
+        code = encode_e4m3(divide_by_scale(q, scale[:, :, None], FAST))
+        tl.store(codes + out, tl.reshape(code, (ROWS, BLOCKS * 128)), mask)
+        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+        inside = (rows < M)[:, None] & (block * 128 < K)[None, :]
+        tl.store(scales + rows[:, None] * scale_m + block[None, :].to(tl.int64) * scale_b, scale, inside)
+
+
+@triton.jit
+def _backward_kernel(
+    dy, gate, up, dgate, dup, M, K, dy_m, gate_m, up_m, out_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    g = widen(tl.load(gate + rows[:, None] * gate_m + columns[None, :], mask, 0.0))
+    u = widen(tl.load(up + rows[:, None] * up_m + columns[None, :], mask, 0.0))
+    d = widen(tl.load(dy + rows[:, None] * dy_m + columns[None, :], mask, 0.0))
+    sigmoid = tl.div_rn(tl.full(g.shape, 1.0, tl.float32), exp(-g) + 1.0)
+    dtype: tl.constexpr = gate.dtype.element_ty
+    out = rows[:, None] * out_m + columns[None, :]
+    tl.store(dup + out, round_to(d * widen(round_to(g * sigmoid, dtype)), dtype), mask)
+    tl.store(dgate + out, round_to(d * u * (sigmoid * (1.0 + g * (1.0 - sigmoid))), dtype), mask)
+
+
+def _outputs(gate: torch.Tensor, write: bool, quantise: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    m, k = gate.shape
+    none = lambda dtype: torch.empty(0, 0, dtype=dtype, device=gate.device)  # noqa: E731
+    y = torch.empty(m, k, dtype=gate.dtype, device=gate.device) if write else none(gate.dtype)
+    codes = torch.empty(m, k, dtype=FP8, device=gate.device) if quantise else none(FP8)
+    return y, codes, aligned_scales(m, blocks(k), gate.device) if quantise else none(torch.float32)
+
+
+@torch.library.custom_op("precision_kernels::silu_mul", mutates_args=())
+def silu_mul_op(
+    gate: torch.Tensor, up: torch.Tensor, write: bool, quantise: bool, ue8m0: bool, floor: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """gate, up [M, K] with contiguous rows -> (y, codes, scales); what is not asked for has no elements."""
+    y, codes, scales = _outputs(gate, write, quantise)
+    m, k = gate.shape
+    if m and k:
+        _forward_kernel[(triton.cdiv(m, _ROWS), triton.cdiv(k, BLOCK * _BLOCKS))](
+            gate, up, y, codes, scales, m, k, gate.stride(0), up.stride(0), *scales.stride(), floor,
+            WRITE=write, QUANTISE=quantise, UE8M0=ue8m0, FAST=gate.dtype != torch.float32,
+            ROWS=_ROWS, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y, codes, scales
+
+
+@silu_mul_op.register_fake
+def _(gate, up, write, quantise, ue8m0, floor):
+    return _outputs(gate, write, quantise)
+
+
+@torch.library.custom_op("precision_kernels::silu_mul_backward", mutates_args=())
+def silu_mul_backward_op(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """(dgate | dup) as one matrix [M, 2K], the layout of a fused gate-and-up projection's gradient."""
+    m, k = gate.shape
+    out = torch.empty(m, 2 * k, dtype=gate.dtype, device=gate.device)
+    if m and k:
+        _backward_kernel[(triton.cdiv(m, _ROWS), triton.cdiv(k, BLOCK * _BLOCKS))](
+            dy, gate, up, out, out[:, k:], m, k, dy.stride(0), gate.stride(0), up.stride(0), 2 * k,
+            ROWS=_ROWS, COLUMNS=BLOCK * _BLOCKS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+@silu_mul_backward_op.register_fake
+def _(dy, gate, up):
+    return torch.empty(gate.shape[0], 2 * gate.shape[1], dtype=gate.dtype, device=gate.device)
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``reference.activation.silu_mul``; halves of one fused projection are read in place."""
+    _check(gate, up)
+    y, _, _ = silu_mul_op(_matrix(gate), _matrix(up), True, False, False, SCALE_FLOOR)
+    return y.view(gate.shape)
+
+
+def silu_mul_quantise(
+    gate: torch.Tensor, up: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
+) -> Quantised:
+    """``reference.fused.silu_mul_quantise``: one read of gate and up, nothing but codes and scales written."""
+    _check(gate, up)
+    _, codes, scales = silu_mul_op(_matrix(gate), _matrix(up), False, True, scale_format == "ue8m0", scale_floor)
+    return Quantised(codes, scales, "1x128", scale_format)
+
+
+def silu_mul_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.activation.silu_mul_backward``: (dgate, dup), the two halves of one [M, 2K] matrix."""
+    _check(gate, up)
+    both = silu_mul_backward_op(_matrix(dy), _matrix(gate), _matrix(up))
+    dgate, dup = both.chunk(2, -1)
+    return dgate.view(gate.shape), dup.view(gate.shape)
+
+
+__all__ = ["silu_mul", "silu_mul_backward", "silu_mul_quantise"]

@@ -1,0 +1,147 @@
+"""Triton GEMMs: block-scaled FP8 for the shapes that DeepGEMM refuses, and a row-invariant one for fp16, fp32 and bf16.
+
+Both have one tile size, one loop over the contraction in ascending order and no split of it, so a row's bits cannot
+depend on how many rows the call has. The FP8 GEMM follows ``reference.matmul`` block by block; it is close to it, not
+bit-equal, for one reason: Hopper's FP8 tensor cores keep fewer than fp32's bits while they sum a 128-block (about 14),
+where the reference sums exactly. Likewise the other GEMM sums in fp32 where the reference sums in fp64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from precision_kernels.reference.formats import BLOCK, Quantised
+from precision_kernels.reference.matmul import _expect, _same_contraction
+from precision_kernels.triton.numerics import INTERPRETED, decode_e4m3, round_to, widen
+
+_TILE_M, _TILE_N, _TILE_K = 64, 128, 64
+
+
+@triton.jit
+def _block_fp8_kernel(
+    a, a_scales, b, b_scales, c, M, N, K, a_m, a_k, b_n, b_k, as_m, as_b, bs_n, bs_b, c_m,
+    B_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """c [M, N] (+)= a [M, K] @ b [N, K].T; a's scales [M, K/128], b's [N/B_ROWS, K/128]."""
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    ks = tl.arange(0, 128)
+    acc = tl.zeros((BM, BN), tl.float32)
+    out = c + rows[:, None] * c_m + columns[None, :]
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    if ACCUMULATE:
+        acc = tl.load(out, inside, 0.0)
+    for block in range(0, tl.cdiv(K, 128)):
+        k = block * 128 + ks
+        x = tl.load(a + rows[:, None] * a_m + k[None, :] * a_k, (rows < M)[:, None] & (k < K)[None, :])
+        y = tl.load(b + columns[None, :] * b_n + k[:, None] * b_k, (columns < N)[None, :] & (k < K)[:, None])
+        if INTERPRETED:
+            product = tl.dot(decode_e4m3(x), decode_e4m3(y), input_precision="ieee")
+        else:
+            product = tl.dot(x, y)
+        row_scale = tl.load(a_scales + rows * as_m + block * as_b, rows < M, 0.0)
+        column_scale = tl.load(b_scales + columns // B_ROWS * bs_n + block * bs_b, columns < N, 0.0)
+        acc += product * (row_scale[:, None] * column_scale[None, :])
+    tl.store(out, round_to(acc, c.dtype.element_ty), inside)
+
+
+@triton.jit
+def _invariant_kernel(
+    x, w, y, M, N, K, x_m, x_k, w_n, w_k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        a = tl.load(x + rows[:, None] * x_m + k[None, :] * x_k, (rows < M)[:, None] & (k < K)[None, :], 0.0)
+        b = tl.load(w + columns[None, :] * w_n + k[:, None] * w_k, (columns < N)[None, :] & (k < K)[:, None], 0.0)
+        if INTERPRETED:
+            acc = tl.dot(widen(a), widen(b), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+    out = y + rows[:, None] * N + columns[None, :]
+    tl.store(out, round_to(acc, y.dtype.element_ty), (rows < M)[:, None] & (columns < N)[None, :])
+
+
+@torch.library.custom_op("precision_kernels::block_fp8_gemm", mutates_args={"out"})
+def block_fp8_gemm_op(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, out: torch.Tensor,
+    b_rows: int, accumulate: bool,
+) -> None:  # fmt: skip
+    """out [M, N] (+)= a [M, K] @ b [N, K].T for e4m3 codes of any strides; one b scale serves ``b_rows`` rows of b."""
+    (m, k), n = a.shape, b.shape[0]
+    if m and n:
+        _block_fp8_kernel[(triton.cdiv(m, _TILE_M), triton.cdiv(n, _TILE_N))](
+            a, a_scales, b, b_scales, out, m, n, k, *a.stride(), *b.stride(), *a_scales.stride(), *b_scales.stride(),
+            out.stride(0), B_ROWS=b_rows, ACCUMULATE=accumulate, BM=_TILE_M, BN=_TILE_N,
+            num_warps=4, num_stages=3, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@block_fp8_gemm_op.register_fake
+def _(a, a_scales, b, b_scales, out, b_rows, accumulate):
+    return None
+
+
+@torch.library.custom_op("precision_kernels::invariant_gemm", mutates_args=())
+def invariant_gemm_op(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """x [M, K] @ w [N, K].T -> [M, N] in ``out_dtype``."""
+    (m, k), n = x.shape, w.shape[0]
+    y = torch.empty(m, n, dtype=out_dtype, device=x.device)
+    if m and n:
+        _invariant_kernel[(triton.cdiv(m, _TILE_M), triton.cdiv(n, _TILE_N))](
+            x, w, y, m, n, k, *x.stride(), *w.stride(), BM=_TILE_M, BN=_TILE_N, BK=32 if x.dtype == torch.float32 else _TILE_K,
+            num_warps=4, num_stages=3, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y
+
+
+@invariant_gemm_op.register_fake
+def _(x, w, out_dtype):
+    return torch.empty(x.shape[0], w.shape[0], dtype=out_dtype, device=x.device)
+
+
+def block_fp8_matmul(a: Quantised, b: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """``reference.matmul.block_fp8_matmul``: a [M, K] (1x128) @ b [N, K].T (128x128) -> [M, N]."""
+    _expect("block_fp8_matmul", a=(a, "1x128"), b=(b, "128x128"))
+    _same_contraction("block_fp8_matmul", "a columns", a.shape[1], "b columns", b.shape[1])
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.codes.device)
+    block_fp8_gemm_op(a.codes, a.scales, b.codes, b.scales, out, BLOCK, False)
+    return out
+
+
+def dgrad_fp8_matmul(dy: Quantised, w: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """``reference.matmul.dgrad_fp8_matmul``: dy [M, N] (1x128) @ w [N, K] (128x128) -> [M, K]."""
+    _expect("dgrad_fp8_matmul", dy=(dy, "1x128"), w=(w, "128x128"))
+    _same_contraction("dgrad_fp8_matmul", "dy columns", dy.shape[1], "w rows", w.shape[0])
+    out = torch.empty(dy.shape[0], w.shape[1], dtype=out_dtype, device=dy.codes.device)
+    codes = w.operands.get("transposed", w.codes)
+    block_fp8_gemm_op(dy.codes, dy.scales, codes.t(), w.scales.t(), out, BLOCK, False)
+    return out
+
+
+def wgrad_fp8_matmul(dy: Quantised, x: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``reference.matmul.wgrad_fp8_matmul``: dy [M, N].T @ x [M, K], both 128x1, -> fp32 [N, K], added to ``out``."""
+    _expect("wgrad_fp8_matmul", dy=(dy, "128x1"), x=(x, "128x1"))
+    _same_contraction("wgrad_fp8_matmul", "dy rows", dy.shape[0], "x rows", x.shape[0])
+    accumulate = out is not None
+    if out is None:
+        out = torch.empty(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.codes.device)
+    block_fp8_gemm_op(dy.codes.t(), dy.scales.t(), x.codes.t(), x.scales.t(), out, 1, accumulate)
+    return out
+
+
+def invariant_matmul(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``reference.matmul.invariant_matmul`` with fp32 accumulation: x [M, K] @ w [N, K].T -> [M, N]."""
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1] or x.dtype != w.dtype:
+        raise ValueError(
+            "invariant_matmul: x [M, K] and w [N, K] of one dtype are needed, "
+            f"got {x.dtype} {tuple(x.shape)} and {w.dtype} {tuple(w.shape)}"
+        )
+    return invariant_gemm_op(x, w, out_dtype or x.dtype)
+
+
+__all__ = ["block_fp8_matmul", "dgrad_fp8_matmul", "invariant_matmul", "wgrad_fp8_matmul"]

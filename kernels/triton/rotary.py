@@ -1,0 +1,96 @@
+"""Rotary position embedding of :mod:`precision_kernels.reference.rotary`: q and k in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from precision_kernels.reference.rotary import _check
+from precision_kernels.triton.numerics import round_to, widen
+
+_TOKENS = 4
+
+
+@triton.jit
+def _rotate(x, out, tokens, head, cos, sin, mask, T, x_t, x_h, out_t, D, HALF, PAIRS: tl.constexpr, REST: tl.constexpr):
+    pairs = tl.arange(0, PAIRS)[None, :]
+    source = x + tokens[:, None] * x_t + head * x_h
+    target = out + tokens[:, None] * out_t + head * D
+    x1 = widen(tl.load(source + pairs, mask, 0.0))
+    x2 = widen(tl.load(source + HALF + pairs, mask, 0.0))
+    tl.store(target + pairs, round_to(x1 * cos - x2 * sin, out.dtype.element_ty), mask)
+    tl.store(target + HALF + pairs, round_to(x2 * cos + x1 * sin, out.dtype.element_ty), mask)
+    if REST > 0:
+        rest = 2 * HALF + tl.arange(0, REST)[None, :]
+        kept = (tokens < T)[:, None] & (rest < D)
+        tl.store(target + rest, tl.load(source + rest, kept), kept)
+
+
+@triton.jit
+def _rotary_kernel(
+    q, k, q_out, k_out, positions, table, T, H, HKV, D, HALF, q_t, q_h, k_t, k_h, SIGN: tl.constexpr,
+    TOKENS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    pairs = tl.arange(0, PAIRS)[None, :]
+    mask = (tokens < T)[:, None] & (pairs < HALF)
+    row = tl.load(positions + tokens, tokens < T, 0)[:, None] * (2 * HALF)
+    cos = widen(tl.load(table + row + pairs, mask, 0.0))
+    sin = widen(tl.load(table + row + HALF + pairs, mask, 0.0)) * SIGN
+    head = tl.program_id(1)
+    if head < H:
+        _rotate(q, q_out, tokens, head, cos, sin, mask, T, q_t, q_h, H * D, D, HALF, PAIRS, REST)
+    else:
+        _rotate(k, k_out, tokens, head - H, cos, sin, mask, T, k_t, k_h, HKV * D, D, HALF, PAIRS, REST)
+
+
+@torch.library.custom_op("precision_kernels::rotary", mutates_args=())
+def rotary_op(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, sign: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [T, H, D], k [T, Hkv, D], contiguous heads -> both rotated by ``sign`` times their positions' angles."""
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    tokens, heads, d = q.shape
+    half = cos_sin.shape[-1] // 2
+    if tokens:
+        _rotary_kernel[(triton.cdiv(tokens, _TOKENS), heads + k.shape[1])](
+            q, k, q_out, k_out, positions, cos_sin, tokens, heads, k.shape[1], d, half, q.stride(0), q.stride(1),
+            k.stride(0), k.stride(1), SIGN=sign, TOKENS=_TOKENS, PAIRS=triton.next_power_of_2(half),
+            REST=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q_out, k_out
+
+
+@rotary_op.register_fake
+def _(q, k, positions, cos_sin, sign):
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _table(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return positions.contiguous(), cos_sin.contiguous()
+
+
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.rotary.rotary``: q [T, H, D] and k [T, Hkv, D] at positions int64 [T], table [P, R]."""
+    _check(q, k, cos_sin)
+    positions, cos_sin = _table(cos_sin, positions)
+    return rotary_op(_heads(q), _heads(k), positions, cos_sin, 1.0)
+
+
+def rotary_backward(
+    dq: torch.Tensor, dk: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.rotary.rotary_backward``: the rotation by the opposite angle."""
+    positions, cos_sin = _table(cos_sin, positions)
+    return rotary_op(_heads(dq), _heads(dk), positions, cos_sin, -1.0)
+
+
+__all__ = ["rotary", "rotary_backward"]
