@@ -110,10 +110,12 @@ class KVCache:
         self.u[rows, :, positions] = unit.to(self.u.dtype)
         self.e[rows, :, positions] = scale
 
-    def read(self, rows: torch.Tensor | None, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """fp64 (k, u) [n, Hkv, keys, D] and e [n, Hkv, keys] of ``rows`` (None: all, without a copy)."""
+    def read(self, rows: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """fp64 (k, u) [n, Hkv, keys, D] and e [n, Hkv, keys] of ``rows`` [n]; rows 0..n-1 are not gathered."""
         parts = [self.k[:, :, :keys], self.u[:, :, :keys], self.e[:, :, :keys]]
-        if rows is not None:
+        if torch.equal(rows, torch.arange(len(rows), device=rows.device)):
+            parts = [part[: len(rows)] for part in parts]
+        else:
             parts = [part[rows] for part in parts]
         return parts[0].double(), parts[1].double(), parts[2]
 
@@ -163,11 +165,7 @@ def attention(
                 scales[index].transpose(1, 2),
             )
         else:
-            rows = layout.rows()[unit.sequences]
-            whole = len(rows) == cache.k.shape[0] and torch.equal(
-                rows, torch.arange(len(rows), device=rows.device)
-            )
-            kb, ub, eb = cache.read(None if whole else rows, unit.keys)
+            kb, ub, eb = cache.read(layout.rows()[unit.sequences], unit.keys)
         n, tq = unit.query_index.shape
         # [n, tq, H, D] -> [n, Hkv, G*tq, D]: the queries that share keys form one matrix
         qb = wide_q[unit.query_index].view(n, tq, kv_heads, heads // kv_heads, -1).permute(0, 2, 3, 1, 4)
