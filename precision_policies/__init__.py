@@ -1,6 +1,7 @@
 """Precision policies: one frozen object that says everything about numbers, for both sides of a training run.
 
-Imports neither torch, ray nor vllm. Start with `load_policy("unified-fp8")`; docs/policies.md explains the rest.
+Imports neither torch, ray nor vllm. Start with `load_policy("unified-fp8")`; docs/policies.md explains the
+rest.
 """
 
 from .contract import Attestation, compare_attestations, weight_receipt_violations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import types
 import typing
@@ -12,10 +11,17 @@ from typing import Any, get_args, get_origin
 from .errors import MISSING, Violation, closest, shorten
 from .schema import DTYPE_OF_FORMAT, FORMAT_OF_DTYPE
 
+_HINTS: dict[type, dict[str, Any]] = {}
 
-@functools.cache
+
 def hints(cls: type) -> dict[str, Any]:
     """Resolved annotations of a dataclass, in field order."""
+    if cls not in _HINTS:
+        _HINTS[cls] = _resolved(cls)
+    return _HINTS[cls]
+
+
+def _resolved(cls: type) -> dict[str, Any]:
     resolved = typing.get_type_hints(cls)
     return {f.name: resolved[f.name] for f in dataclasses.fields(cls)}
 
@@ -53,7 +59,7 @@ def build(cls: type, data: Any, path: str, found: list[Violation]) -> Any:
 
 
 def build_parts(cls: type, data: dict[Any, Any], path: str, found: list[Violation]) -> dict[str, Any]:
-    """The well-formed fields of `cls` in `data`; fields with a problem are left out and described in `found`."""
+    """The well-formed fields of `cls` in `data`; the others are left out and described in `found`."""
     allowed, values = hints(cls), {}
     for key in data:
         if key not in allowed:

@@ -1,6 +1,7 @@
 """The contract: what each side attests about itself, and the comparison that stops a run.
 
-What can change bits is compared; what cannot (host name, process id, paths) goes into `informational` and is not.
+What can change bits is compared; what cannot (host name, process id, paths) goes into `informational` and is
+not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .coerce import FrozenDict
-from .environment import environment, expected
+from .environment import effective, environment, expected
 from .errors import PolicyError, PrecisionMismatchError, PrecisionOverrideWarning, Violation
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ _MAPPINGS = ("operators", "versions", "environment", "weights", "informational")
 class Attestation:
     """What one process says that it computes with.
 
-    side: "train" | "rollout" (or any label that tells the process). operators: operator -> "name@version#sourcehash"
-    of the implementation actually bound. versions: libraries and drivers that change bits. environment: variables
-    read back in that process. weights: tensor name -> hash of what is held. engine ("torch" | "vllm") and device
-    ("cpu" | "cuda"), where given, make the policy's whole table of variables required.
+    side: "train" | "rollout" (or any label that tells the process). operators: operator ->
+    "name@version#sourcehash" of the implementation actually bound. versions: libraries and drivers that
+    change bits. environment: variables read back in that process. weights: tensor name -> hash of what is
+    held. engine ("torch" | "vllm") and device ("cpu" | "cuda"), where given, make the policy's whole table of
+    variables required.
     """
 
     side: str
@@ -73,9 +75,10 @@ class Attestation:
 def compare_attestations(policy: PrecisionPolicy, a: Attestation, b: Attestation) -> None:
     """Raises PrecisionMismatchError listing everything in which `a` and `b` break the contract of `policy`.
 
-    Always compared: fingerprint (with the policy's own too), plan, scale format, weights that both hold, environment
-    variables against the policy's table. Under `operators: shared` also operators, versions of libraries that both
-    have, tensor parallelism, and any other variable that both attest. Overridden operators are reported by a warning.
+    Always compared: fingerprint (with the policy's own too), plan, scale format, weights that both hold,
+    environment variables against the policy's table. Under `operators: shared` also operators, versions of
+    libraries that both have, tensor parallelism, and any other variable that both attest. Overridden
+    operators are reported by a warning.
     """
     violations = list(_identity(policy, a, b))
     for side in (a, b):
@@ -102,7 +105,7 @@ def compare_attestations(policy: PrecisionPolicy, a: Attestation, b: Attestation
 def weight_receipt_violations(
     sent: Mapping[str, str], held: Mapping[str, str], side: str = "rollout"
 ) -> list[Violation]:
-    """Differences between hashes of tensors sent (name -> hash) and of those that `side` holds; empty if none."""
+    """Differences between the hashes of tensors sent (name -> hash) and of those that `side` holds."""
     found = []
     for name in sorted(sent.keys() | held.keys()):
         ours, theirs = sent.get(name, ABSENT), held.get(name, ABSENT)
@@ -139,7 +142,7 @@ def _environment(policy: PrecisionPolicy, side: Attestation) -> Iterator[Violati
     required = environment(policy, side.engine, side.device) if side.engine and side.device else {}
     for name in sorted(wanted.keys() & side.environment.keys() | required.keys()):
         value = side.environment.get(name, ABSENT)
-        if value != wanted[name]:
+        if effective(name, value) != wanted[name]:
             problem = f"the policy wants {wanted[name]!r}"
             remedy = f"start the process with {name}={wanted[name]} (policy.environment() gives all of them)"
             yield Violation(f"{side.side}.environment.{name}", value, problem, remedy)
@@ -159,7 +162,7 @@ def _operators(policy: PrecisionPolicy, a: Attestation, b: Attestation) -> Itera
     for op in sorted(ours.keys() | theirs.keys()):
         one, other = ours.get(op, ABSENT), theirs.get(op, ABSENT)
         if one == other or (ABSENT in (one, other) and not policy.exactly_on_policy):
-            continue  # where formats differ by policy, one side may use operators that the other does not have
+            continue  # formats differ by policy, so one side may need operators that the other does not
         if op in policy.operator_overrides:
             text = f"operator '{op}' differs by override: {a.side} {one}, {b.side} {other}"
             warnings.warn(text, PrecisionOverrideWarning, stacklevel=4)

@@ -1,4 +1,4 @@
-"""Differences between two policies, said as consequences: what changes for the numbers, the memory, the run."""
+"""Differences between two policies, said as consequences for the numbers, the memory and the run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _OWN = ("schema_version", "name", "description")
 
 
 def diff(ours: PrecisionPolicy, theirs: PrecisionPolicy) -> list[Difference]:
-    """See PrecisionPolicy.diff. Keys in the order of the tree, then what follows from the policy as a whole."""
+    """See PrecisionPolicy.diff. Keys in the order of the tree, then what follows from the whole."""
     a, b = _flatten(ours.to_dict()), _flatten(theirs.to_dict())
     found = []
     for key in [k for k in a if k not in _OWN] + [k for k in b if k not in a]:
@@ -106,7 +106,7 @@ def _subject(key: str) -> str:
 def _show(policy: PrecisionPolicy, key: str, value: Any) -> str:
     if value == "fp8":
         q = policy.quantisation
-        block = q.weight_block if key.endswith("forward") else q.activation_block
+        block: str = q.weight_block if key.endswith("forward") else q.activation_block
         block = f"{q.column_block} and {q.activation_block}" if key.endswith("wgrad") else block
         scales = "" if q.scale_format == "fp32" else f", {q.scale_format} scales"
         return f"{q.code_format} {block.replace('x', '×')}{scales}"

@@ -1,7 +1,7 @@
 """The one table of environment variables that change numerics, derived from the policy.
 
-The engine sets them before it starts a process and reads them back in that process into its attestation; `compare`
-checks them there. A variable that cannot change bits does not belong here.
+The engine sets them before it starts a process and reads them back in that process into its attestation;
+`compare` checks them there. A variable that cannot change bits does not belong here.
 """
 
 from __future__ import annotations
@@ -15,19 +15,27 @@ from .errors import PolicyError, Violation, closest
 if TYPE_CHECKING:
     from .policy import PrecisionPolicy
 
+UNSET = "<unset>"
+"""What an attestation says for a variable of the table that is not set in its process."""
+
 Engine = Literal["torch", "vllm"]
 Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: where it matters, what the policy makes of it, and why."""
+    """One environment variable: where it matters, what the policy makes of it, why, and what unset means.
+
+    unset: the value that has the same effect as the variable being unset; None if there is none that can be
+    relied on in every supported version, so that the variable has to be set.
+    """
 
     name: str
     engines: tuple[str, ...]
     devices: tuple[str, ...]
     value: Callable[[PrecisionPolicy], str]
     why: str
+    unset: str | None = None
 
 
 def _always(text: str) -> Callable[[PrecisionPolicy], str]:
@@ -45,6 +53,7 @@ TABLE: tuple[Variable, ...] = (
         ("cuda",),
         _always("0"),
         "1 allows TF32 whatever the program says",
+        "0",
     ),
     Variable(
         "TRITON_F32_DEFAULT",
@@ -66,6 +75,7 @@ TABLE: tuple[Variable, ...] = (
         ("cpu",),
         _always("STRICT"),
         "other modes compute fp32 GEMMs in bf16 or TF32",
+        "STRICT",
     ),
     Variable(
         "VLLM_USE_DEEP_GEMM",
@@ -94,6 +104,7 @@ TABLE: tuple[Variable, ...] = (
         ("cpu", "cuda"),
         _always("0"),
         "1 replaces aten operators by its own, which the learner does not have; crashes on CPU",
+        "0",
     ),
     Variable(
         "VLLM_FLOAT32_MATMUL_PRECISION",
@@ -133,3 +144,9 @@ def environment(policy: PrecisionPolicy, engine: str = "vllm", device: str = "cu
 def expected(policy: PrecisionPolicy) -> dict[str, str]:
     """Every variable of the table with the value the policy wants, whatever engine and device."""
     return {v.name: v.value(policy) for v in TABLE}
+
+
+def effective(name: str, value: str) -> str:
+    """`value` as read back, with an unset variable replaced by what being unset means, where that is sure."""
+    known = next((v.unset for v in TABLE if v.name == name), None)
+    return known if value == UNSET and known is not None else value

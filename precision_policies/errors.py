@@ -1,4 +1,4 @@
-"""What the precision package raises: every violation of one check at once, each with key, value and remedy."""
+"""What this package raises: every violation of one check at once, each with key, value and remedy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PrecisionMismatchError(_ListOfViolations, RuntimeError):
 
 
 class PrecisionOverrideWarning(UserWarning):
-    """A policy lets an operator differ between the two sides: the run is no longer on-policy by construction."""
+    """A policy lets an operator differ between the sides: no longer on-policy by construction."""
 
 
 def shorten(value: object, limit: int = 80) -> str:

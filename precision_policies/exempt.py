@@ -1,8 +1,8 @@
 """Exempt patterns: stated semantics, resolved to module names once, so that both sides receive names.
 
-A pattern is compared with the whole dotted name, part by part: `*` is any text and `?` any character inside one part,
-`**` as a whole part is any number of parts (also none). Nothing else is special. So `**.mlp.gate` is the router of
-every layer and never `mlp.gate_proj`, and `q_proj` alone matches nothing: write `**.q_proj`.
+A pattern is compared with the whole dotted name, part by part: `*` is any text and `?` any character inside
+one part, `**` as a whole part is any number of parts (also none). Nothing else is special. So `**.mlp.gate`
+is the router of every layer and never `mlp.gate_proj`, and `q_proj` alone matches nothing: write `**.q_proj`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 def resolve_patterns(patterns: Sequence[str], names: Iterable[str]) -> tuple[dict[str, str], list[Violation]]:
     """name -> the pattern that first matched it, and a violation for each pattern that matched nothing."""
-    names, matched, violations = list(names), {}, []
+    names, violations = list(names), []
+    matched: dict[str, str] = {}
     for index, pattern in enumerate(patterns):
         expression, hit = compile_pattern(pattern), False
         for name in names:

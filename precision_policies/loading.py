@@ -33,10 +33,12 @@ def available() -> dict[str, Path]:
 
 
 def load_policy(source: str | os.PathLike[str] | Mapping[str, Any] | PrecisionPolicy) -> PrecisionPolicy:
-    """A frozen policy from a shipped name, a YAML file (path ends in .yaml/.yml), a mapping, or a policy itself.
+    """A frozen policy from a shipped name, a YAML file (path ends in .yaml/.yml), a mapping, or a policy
+    itself.
 
-    A mapping or file may say `extends: NAME|FILE` and then only what differs: sections are merged key by key, lists
-    and texts are replaced. Raises PolicyError with every violation; never returns a policy that cannot be.
+    A mapping or file may say `extends: NAME|FILE` and then only what differs: sections are merged key by key,
+    lists and texts are replaced. Raises PolicyError with every violation; never returns a policy that cannot
+    be.
     """
     if isinstance(source, PrecisionPolicy):
         return source
@@ -57,7 +59,7 @@ def load_policy(source: str | os.PathLike[str] | Mapping[str, Any] | PrecisionPo
 
 
 def from_yaml(text: str, origin: str = "text") -> PrecisionPolicy:
-    """A policy from YAML text (as `to_yaml` writes it); relative `extends` are looked up in the working directory."""
+    """A policy from YAML text, as `to_yaml` writes it; relative `extends` start at the working directory."""
     tree = _inherit(parse_yaml(text, origin), Path.cwd(), origin, ())
     tree.setdefault("name", "custom")
     return PrecisionPolicy.from_dict(tree, origin=origin)
@@ -100,12 +102,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, origin: str) -> dict[str, Any]:
-    """Plain data of one YAML document. Aliases are refused (they can blow up memory), as is depth beyond 32."""
+    """Plain data of one YAML document. Aliases (they can blow up memory) and depth beyond 32 are refused."""
     if len(text) > MAX_BYTES:
         raise _not_yaml(origin, f"is longer than {MAX_BYTES} characters")
     try:
         _refuse_aliases_and_depth(text, origin)
-        data = OmegaConf.create(text) if text.strip() else {}
+        data: Any = OmegaConf.create(text) if text.strip() else {}
         if not isinstance(data, DictConfig):
             return _container(data, origin) if data == {} else _must_be_mapping(origin, text)
         return _container(data, origin)
@@ -127,8 +129,7 @@ def _refuse_aliases_and_depth(text: str, origin: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1
-            raise _not_yaml(origin, f"uses a YAML alias in line {line}, which policies do not allow")
+            raise _not_yaml(origin, f"uses the YAML alias '*{event.anchor}', which policies do not allow")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise _not_yaml(origin, f"is nested deeper than {MAX_DEPTH}")

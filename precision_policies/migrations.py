@@ -11,12 +11,13 @@ from .schema import SCHEMA_VERSION
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
 MIGRATIONS: dict[int, Migration] = {}
-"""Version -> function from a tree of that version (perhaps partial, as in a file that extends) to the next one. A
-change that cannot be made without changing numbers raises PolicyError and says what to write instead."""
+"""Version -> function from a tree of that version (perhaps partial, as in a file that extends) to the next
+one. A change that cannot be made without changing numbers raises PolicyError and says what to write
+instead."""
 
 
 def migrate(data: dict[str, Any], origin: str) -> dict[str, Any]:
-    """A copy of `data` in the current schema. Raises PolicyError for a version that is missing or not known."""
+    """A copy of `data` in the current schema. Raises PolicyError for a missing or unknown version."""
     version = data.get("schema_version", MISSING)
     if type(version) is not int:
         remedy = f"write schema_version: {SCHEMA_VERSION}"

@@ -1,4 +1,4 @@
-"""Which modules a model has, from its config alone: names, kinds, shapes, biases. No weights, no transformers."""
+"""Which modules a model has: names, kinds, shapes, biases, from its config alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from .errors import MISSING, PolicyError, Violation, closest
 class ModuleSpec(NamedTuple):
     """One module: Hugging Face checkpoint name without `.weight`, and what a plan needs to know about it.
 
-    shape is (out, in) of a linear, (vocab, hidden) of an embedding, (dim,) of a norm. `fused` names the modules that
-    engines compute in one GEMM, so that all of them must have one format; None if it stands alone.
+    shape is (out, in) of a linear, (vocab, hidden) of an embedding, (dim,) of a norm. `fused` names the
+    modules that engines compute in one GEMM, so that all of them must have one format; None if it stands
+    alone.
     """
 
     name: str
@@ -80,7 +81,7 @@ def config_dict(model_config: Any) -> dict[str, Any]:
 
 
 def modules_of(model_config: Any) -> list[ModuleSpec]:
-    """Every module that holds weights, sorted by name. Raises PolicyError if the config does not say enough."""
+    """Every module with weights, sorted by name. Raises PolicyError if the config does not say enough."""
     config = config_dict(model_config)
     family = _family(config)
     needed = _REQUIRED + ((family.experts, family.expert_dim) if family.experts else ())

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """Formats of one module. Formats are "fp8" | "bf16" | "fp16" | "fp32"; scale_format matters where one is fp8.
+    """Formats of one module. Formats are "fp8" | "bf16" | "fp16" | "fp32"; scale_format matters where one is
+    fp8.
 
-    shape is (out, in) of linear, expert, router and lm_head, (vocab, hidden) of an embedding, (dim,) of a norm;
-    padded_shape is what the GEMM sees (zeros appended). exempt_reason says why a linear is not what `linear` says.
+    shape is (out, in) of linear, expert, router and lm_head, (vocab, hidden) of an embedding, (dim,) of a
+    norm; padded_shape is what the GEMM sees (zeros appended). exempt_reason says why a linear is not what
+    `linear` says.
     """
 
     name: str
@@ -109,7 +111,9 @@ class Plan:
         try:
             if tuple(data["columns"]) != _COLUMNS:
                 raise ValueError(f"columns are {data['columns']}, expected {list(_COLUMNS)}")
-            rows = [[tuple(v) if isinstance(v, list) else v for v in row] for row in data["modules"]]
+            rows: list[list[Any]] = [
+                [tuple(v) if isinstance(v, list) else v for v in row] for row in data["modules"]
+            ]
             head = (data["policy_name"], data["policy_fingerprint"], data["model_type"])
             plan = cls(*head, modules=tuple(ModulePlan(*row) for row in rows))
             stated, found = data["hash"], plan.hash

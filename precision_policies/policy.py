@@ -53,7 +53,7 @@ class PrecisionPolicy:
     kv_cache: schema.KVCache = doc("keys and values kept while generating")
     exempt: schema.Exempt = doc("linear modules that stay in compute_dtype")
     ragged: Literal["pad", "exempt", "refuse"] = doc(
-        "linear dimensions that are not multiples of 128. pad: with zeros; exempt: compute_dtype; refuse: an error"
+        "linear dimensions not multiples of 128. pad: with zeros; exempt: compute_dtype; refuse: an error"
     )
     logprobs: schema.Logprobs = doc("what the log-probability of a sampled token means")
     correction: schema.Correction = doc("importance correction of off-policy numerics")
@@ -92,8 +92,9 @@ class PrecisionPolicy:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """sha256 (hex) over the canonical JSON of everything that can change numbers: not of name, description,
-        reasons of overrides, the acknowledgement `accept_uncorrected`, or the order of exempt patterns."""
+        """sha256 (hex) over the canonical JSON of everything that can change numbers: not of name,
+        description, reasons of overrides, the acknowledgement `accept_uncorrected`, or the order of exempt
+        patterns."""
         tree = self.to_dict()
         del tree["name"], tree["description"], tree["correction"]["accept_uncorrected"]
         tree["operator_overrides"] = sorted(tree["operator_overrides"])
@@ -129,7 +130,8 @@ class PrecisionPolicy:
     def resolve(self, model_config: Any) -> Plan:
         """One row per module of the model (transformers config, its `to_dict()`, or config.json as a dict).
 
-        Raises PolicyError for an unknown architecture, patterns that match nothing, refused ragged dimensions, …
+        Raises PolicyError for an unknown architecture, patterns that match nothing, refused ragged
+        dimensions, …
         """
         from .plan import resolve
 
@@ -142,7 +144,7 @@ class PrecisionPolicy:
         return environment(self, engine, device)
 
     def diff(self, other: PrecisionPolicy) -> list[Difference]:
-        """Differences from this policy to `other`, each with its consequence; empty if fingerprints are equal."""
+        """Differences from this policy to `other`, each with its consequence; empty if equal in numbers."""
         from .diff import diff
 
         return diff(self, other)
@@ -166,6 +168,6 @@ def _plain(value: Any) -> Any:
 
 
 def canonical_hash(data: Any) -> str:
-    """sha256 (hex) of JSON with sorted keys and no spaces: equal for equal data in every process and Python."""
+    """sha256 (hex) of JSON with sorted keys and no spaces: the same in every process and Python."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Combinations that cannot be, and what follows from a policy as a whole (is it on-policy by construction?).
 
-A rule names the top-level keys that it reads; where one of these is itself malformed the rule is skipped, so that one
-message can list malformed values and impossible combinations together.
+A rule names the top-level keys that it reads; where one of these is itself malformed the rule is skipped, so
+that one message can list malformed values and impossible combinations together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def check(tree: Any, broken: Collection[str] = ()) -> list[Violation]:
-    """Violations of every rule whose keys are all well-formed; `tree` has the policy's top-level attributes."""
+    """Violations of every rule whose keys are well-formed; `tree` has the policy's top-level attributes."""
     return [v for needs, rule in _RULES if needs.isdisjoint(broken) for v in rule(tree)]
 
 
@@ -39,8 +39,8 @@ ON_POLICY_KEYS = (*FORWARD_CLASSES, "operators", "operator_overrides")
 def on_policy_obstacles(tree: Any) -> list[str]:
     """Reasons why the two sides do not compute one distribution by construction; empty if they do.
 
-    Equal formats are not enough: with the same FP8 scheme but other operators, 0 % of the log-probs were bit-equal on
-    an H200 (mean |difference| 0.52), with the same operators 100 % were.
+    Equal formats are not enough: with the same FP8 scheme but other operators, 0 % of the log-probs were
+    bit-equal on an H200 (mean |difference| 0.52), with the same operators 100 % were.
     """
     reasons = []
     for name in FORWARD_CLASSES:
@@ -94,15 +94,19 @@ def _linear_formats(t: Any) -> Iterator[Violation]:
 def _plain_formats(t: Any) -> Iterator[Violation]:
     own = FORMAT_OF_DTYPE[t.compute_dtype]
     if t.gradient_dtype != t.compute_dtype:
-        problem = f"differs from compute_dtype {t.compute_dtype}; gradients travel in the dtype of their activations"
+        problem = f"differs from compute_dtype {t.compute_dtype}, the dtype of the activations they belong to"
         yield Violation("gradient_dtype", t.gradient_dtype, problem, f"use {t.compute_dtype}")
-    may_be_fp32 = {"lm_head": ..., "router": ..., "embedding": ("wgrad",)}
+    may_be_fp32: dict[str, tuple[str, ...] | None] = {
+        "lm_head": None,
+        "router": None,
+        "embedding": ("wgrad",),
+    }
     for name in FORWARD_CLASSES[1:]:
         wide = may_be_fp32.get(name, ())
         for key, value in vars(getattr(t, name)).items():
             if key in ("accumulation", "softmax", "statistics", "internal"):
                 continue
-            options = (own, "fp32") if wide is ... or key in wide else (own,)
+            options = (own, "fp32") if wide is None or key in wide else (own,)
             if value not in options:
                 problem = f"does not go with compute_dtype {t.compute_dtype}"
                 yield Violation(f"{name}.{key}", value, problem, f"use {' or '.join(dict.fromkeys(options))}")
@@ -160,6 +164,10 @@ def _correction_bounds(t: Any) -> Iterator[Violation]:
             )
         if need == "no" and value is not None:
             yield Violation(f"correction.{key}", value, f"kind {c.kind} has no such bound", "set it to null")
+    if c.lower is not None and c.upper is not None and not c.lower < c.upper:
+        yield Violation(
+            "correction.lower", c.lower, f"is not below upper {c.upper}", "lower it, or raise upper"
+        )
     if c.kind == "none" and c.veto is not None:
         yield Violation("correction.veto", c.veto, "there is no correction to veto in", "set it to null")
 
@@ -169,7 +177,7 @@ def _correction_said(t: Any) -> Iterator[Violation]:
     obstacles = on_policy_obstacles(t)
     if obstacles and t.correction.kind == "none" and not t.correction.accept_uncorrected:
         problem = f"samples are off-policy ({'; '.join(obstacles)}) and nothing corrects for it"
-        remedy = "choose a correction (e.g. kind: tis_token, upper: 2.0), or say correction.accept_uncorrected: true"
+        remedy = "choose one (e.g. kind: tis_token, upper: 2.0), or say correction.accept_uncorrected: true"
         yield Violation("correction.kind", "none", problem, remedy)
 
 

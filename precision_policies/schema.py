@@ -2,10 +2,12 @@
 
 """The typed tree of a precision policy: what can be said about numbers, and what each key means.
 
-No field has a default: every number of a run stands in a YAML file, none comes from code. `doc` is the single source
-of the comments that `to_yaml` writes, of the descriptions in the JSON schema, and of the table in docs/policies.md.
+No field has a default: every number of a run stands in a YAML file, none comes from code. `doc` is the single
+source of the comments that `to_yaml` writes, of the descriptions in the JSON schema, and of the table in
+docs/policies.md.
 
-Operand formats have short names (fp8 = e4m3 codes with block scales), dtypes of stored tensors have torch's names.
+Operand formats have short names (fp8 = e4m3 codes with block scales), dtypes of stored tensors have torch's
+names.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def doc(text: str, low: float | None = None, high: float | None = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """How every fp8 operand is made. One rule for both sides, recomputed per tensor: there is no calibration."""
+    """How every fp8 operand is made, on both sides, anew for each tensor: there is no calibration."""
 
     code_format: Literal["e4m3"] = doc("8-bit float with 3 mantissa bits, largest finite value 448")
     scale_format: Literal["fp32", "ue8m0"] = doc(
@@ -54,7 +56,7 @@ class Quantisation:
     )
     weight_block: Literal["128x128"] = doc("weights: one scale per 128 x 128 block")
     weight_source: Literal["compute_dtype"] = doc(
-        "what is quantised: master weights rounded to compute_dtype first, so that both sides quantise the same values"
+        "master weights are rounded to compute_dtype before they are quantised, on both sides alike"
     )
 
 

@@ -1,4 +1,4 @@
-"""A policy as YAML text for people: complete, commented from the field descriptions, and read back exactly."""
+"""A policy as YAML text for people: complete, commented, and read back exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH = 100
 
 
 def to_yaml(policy: PrecisionPolicy, comments: bool = True) -> str:
-    """YAML of the whole tree; `from_yaml` of it equals `policy`. Comments are the descriptions of the fields."""
+    """YAML of the whole tree; `from_yaml` of it equals `policy`. Comments are the fields' descriptions."""
     lines = (
         [f"# {line}" for line in textwrap.wrap(f"fingerprint {policy.fingerprint}", _WIDTH)]
         if comments
