@@ -1,0 +1,109 @@
+"""What a checkpoint must contain, the policy it was written under, and the refusal to mix policies."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import pyarrow.fs
+from ray.rllib.core import COMPONENT_LEARNER, COMPONENT_LEARNER_GROUP, COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
+
+from precision_policies import PrecisionPolicy
+from rllib_llm.learner.module import WEIGHTS_FILE
+
+__all__ = [
+    "CheckpointError",
+    "PrecisionChangeError",
+    "absolute",
+    "precision_metadata",
+    "read_metadata",
+    "refuse_other_policy",
+    "verify_files",
+]
+
+METADATA_KEY = "rllib_llm"
+_LEARNER = pathlib.PurePosixPath(COMPONENT_LEARNER_GROUP) / COMPONENT_LEARNER
+REQUIRED_FILES = (
+    "metadata.json",
+    "algorithm_state.pkl",
+    str(_LEARNER / "state.pkl"),
+    str(_LEARNER / COMPONENT_RL_MODULE / DEFAULT_MODULE_ID / WEIGHTS_FILE),
+)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is incomplete, or what was restored from it is not what was saved."""
+
+
+class PrecisionChangeError(CheckpointError):
+    """A checkpoint of one precision policy was to be continued under another."""
+
+
+def absolute(path: str | pathlib.Path | None) -> str | None:
+    """RLlib hands paths to pyarrow, which takes "runs/1" for an URI without a scheme."""
+    if path is None or "://" in str(path):
+        return None if path is None else str(path)
+    return os.path.abspath(os.path.expanduser(str(path)))
+
+
+def precision_metadata(policy: PrecisionPolicy, **further: Any) -> dict[str, Any]:
+    """What `metadata.json` records under METADATA_KEY."""
+    return {METADATA_KEY: {"policy": policy.to_dict(), "policy_name": policy.name, "fingerprint": policy.fingerprint, **further}}
+
+
+def _open(path: str, filesystem: Any) -> tuple[Any, pathlib.PurePosixPath]:
+    if filesystem is None:
+        filesystem, path = pyarrow.fs.FileSystem.from_uri(path)
+    return filesystem, pathlib.PurePosixPath(path)
+
+
+def read_metadata(path: str, filesystem: Any = None) -> dict[str, Any]:
+    """The METADATA_KEY part of a checkpoint. Raises CheckpointError if there is none."""
+    fs, root = _open(path, filesystem)
+    file = (root / "metadata.json").as_posix()
+    if fs.get_file_info(file).type == pyarrow.fs.FileType.NotFound:
+        raise CheckpointError(f"{root} is not a checkpoint: metadata.json is missing.")
+    with fs.open_input_stream(file) as stream:
+        metadata = json.loads(stream.read())
+    if METADATA_KEY not in metadata:
+        raise CheckpointError(f"{root} was not written by rllib_llm: metadata.json has no {METADATA_KEY!r} entry.")
+    return metadata[METADATA_KEY]
+
+
+def verify_files(path: str, filesystem: Any = None) -> None:
+    """Raises CheckpointError naming every required file that is missing or empty.
+
+    RLlib ignores the outcome of the remote learner's save; one that raised leaves a checkpoint without weights.
+    """
+    fs, root = _open(path, filesystem)
+    missing = []
+    for name in REQUIRED_FILES:
+        stem = (root / name).as_posix()
+        candidates = [stem, stem.removesuffix(".pkl") + ".msgpack"] if stem.endswith(".pkl") else [stem]
+        if not any(info.size for info in fs.get_file_info(candidates)):
+            missing.append(name)
+    if missing:
+        raise CheckpointError(
+            f"checkpoint {root} is incomplete: missing or empty: {', '.join(missing)}. The learner failed while saving "
+            "(its own log has the reason); do not restore from this directory."
+        )
+
+
+def refuse_other_policy(saved: dict[str, Any], policy: PrecisionPolicy, allow: bool, path: str) -> bool:
+    """True if the checkpoint was written under this policy, False under another one that is allowed.
+
+    Raises PrecisionChangeError with every difference and its consequence otherwise.
+    """
+    if saved["fingerprint"] == policy.fingerprint:
+        return True
+    if allow:
+        return False
+    differences = PrecisionPolicy.from_dict(saved["policy"]).diff(policy)
+    lines = [f"{d.key}: checkpoint {d.ours!r}, now {d.theirs!r}: {d.consequence}" for d in differences]
+    raise PrecisionChangeError(
+        f"checkpoint {path} was written under policy {saved['policy_name']!r} ({saved['fingerprint'][:12]}), this run uses "
+        f"{policy.name!r} ({policy.fingerprint[:12]}):\n  " + "\n  ".join(lines) + "\nUse the checkpoint's policy, or set "
+        "precision(..., allow_precision_change=True) to continue under the new one deliberately."
+    )

@@ -1,0 +1,125 @@
+"""Saving and restoring `GRPO`: complete checkpoints, one policy, and the right weights on every runner afterwards."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rllib_llm.algorithm.checkpoint import (
+    CheckpointError,
+    absolute,
+    precision_metadata,
+    read_metadata,
+    refuse_other_policy,
+    verify_files,
+)
+from rllib_llm.algorithm.fleet import call_runners, runner_ids
+
+__all__ = ["Durable"]
+
+logger = logging.getLogger(__name__)
+_STATE_KEY = "rllib_llm"
+
+
+class Durable:
+    """Mixin of `GRPO`, before Algorithm in the bases."""
+
+    env_state: dict[str, Any] | None = None
+    """the environments' state as last saved or restored; restarted runners get it"""
+
+    def get_metadata(self) -> dict[str, Any]:
+        digests = [r.get() for r in self.learner_group.foreach_learner(_digest)]
+        if len(set(digests)) != 1:
+            raise CheckpointError(f"the learners hold different weights or optimizer states: {digests}.")
+        return super().get_metadata() | precision_metadata(
+            self.settings.policy,
+            model=self.settings.model.path,
+            weights_version=self.weights.version,
+            learner_digest=digests[0],
+            training_iteration=self.iteration,
+        )
+
+    def save_to_path(self, path: Any = None, *, state: Any = None, filesystem: Any = None, use_msgpack: bool = False) -> str:
+        """Writes a checkpoint and checks that it is complete. Relative paths are taken from the working directory.
+
+        Raises CheckpointError when a learner did not write its files.
+        """
+        path = path if filesystem is not None else absolute(path)
+        out = super().save_to_path(path, state=state, filesystem=filesystem, use_msgpack=use_msgpack)
+        verify_files(out, filesystem)
+        return out
+
+    def restore_from_path(self, path: Any, *args: Any, component: str | None = None, filesystem: Any = None, **kwargs: Any) -> None:
+        """Restores, checks that the learners hold what was saved, and pushes the weights to every runner.
+
+        Raises PrecisionChangeError for a checkpoint of another policy (unless allowed), CheckpointError for an
+        incomplete one.
+        """
+        path = path if filesystem is not None else absolute(path)
+        same_policy, saved = True, None
+        if component is None:
+            verify_files(path, filesystem)
+            saved = read_metadata(path, filesystem)
+            allow = self.settings.precision.allow_precision_change
+            same_policy = refuse_other_policy(saved, self.settings.policy, allow, path)
+        super().restore_from_path(path, *args, component=component, filesystem=filesystem, **kwargs)
+        if saved is not None and same_policy:
+            self._assert_restored(saved["learner_digest"], path)
+        self._after_restore()
+
+    def _assert_restored(self, digest: str, path: str) -> None:
+        """RLlib ignores errors of remote learners while they restore."""
+        wrong = []
+        for i, result in enumerate(self.learner_group.foreach_learner(_digest)):
+            found = result.get() if result.ok else repr(result.get())
+            if found != digest:
+                wrong.append(f"learner {i}: {found}")
+        if wrong:
+            raise CheckpointError(f"after restoring {path}, weights or optimizer state are not those saved ({digest}): {'; '.join(wrong)}.")
+
+    def _after_restore(self) -> None:
+        self.weights.learner_changed()
+        self.push_weights()
+        for group in (self.env_runner_group, self.eval_env_runner_group):
+            if group is not None:
+                self.send_env_state(group)
+
+    def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
+        state = super().get_state(components, not_components=not_components, **kwargs)
+        if self._check_component(_STATE_KEY, components, not_components):
+            self.env_state = self._env_state()
+            state[_STATE_KEY] = {
+                "next_prompt": self.next_prompt,
+                "consecutive_empty": self.consecutive_empty,
+                "guard": self.monitor.guard.get_state(),
+                "forced_correction": self.forced_correction,
+                "env_state": self.env_state,
+            }
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        if own := state.get(_STATE_KEY):
+            self.next_prompt = own["next_prompt"]
+            self.consecutive_empty = own["consecutive_empty"]
+            self.monitor.guard.set_state(own["guard"])
+            self.force_correction(own["forced_correction"])
+            self.env_state = own["env_state"]
+        if "learner_group" in state:  # otherwise restore_from_path comes, and pushes
+            self._after_restore()
+
+    def _env_state(self) -> dict[str, Any] | None:
+        """State of the environments of the first healthy runner."""
+        ids = runner_ids(self.env_runner_group)[:1]
+        if not ids:
+            return self.env_state
+        replies = call_runners(self.env_runner_group, _get_state, ids)
+        return next((r.value for r in replies.answers.values() if r.error is None), self.env_state)
+
+
+def _digest(learner: Any) -> str:
+    return learner.digest()
+
+
+def _get_state(runner: Any) -> Any:
+    return runner.get_state_reply()

@@ -1,0 +1,240 @@
+"""`GRPO`: RLlib's Algorithm around one iteration of reinforcement learning on a language model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.core.learner.training_data import TrainingData
+from ray.rllib.utils.annotations import override
+from ray.rllib.utils.metrics import (
+    ENV_RUNNER_RESULTS,
+    LEARNER_RESULTS,
+    NUM_ENV_STEPS_SAMPLED_LIFETIME,
+    TIMERS,
+)
+from ray.tune.trainable import Trainable
+
+from rllib_llm import metric_names as names
+from rllib_llm.advantages import group_advantages
+from rllib_llm.algorithm.config import GRPOConfig
+from rllib_llm.algorithm.durable import Durable
+from rllib_llm.algorithm.fleet import call_runners
+from rllib_llm.algorithm.losses import FALLBACK_CORRECTION, advantage_kind, correction_of
+from rllib_llm.algorithm.monitor import PrecisionHalt, PrecisionMonitor
+from rllib_llm.algorithm.preflight import preflight
+from rllib_llm.algorithm.sampling import Collected, NoSamplesError, collect, groups_without_signal
+from rllib_llm.algorithm.sharding import assign_minibatches, make_shards
+from rllib_llm.algorithm.weight_sync import WeightSync
+from rllib_llm.episode import TextEpisode
+from rllib_llm.losses import overlong_penalty
+
+__all__ = ["GRPO"]
+
+logger = logging.getLogger(__name__)
+
+
+class GRPO(Durable, Algorithm):
+    """Group-relative policy optimisation (arXiv 2402.03300) and its relatives, by `GRPOConfig.training(loss=...)`.
+
+    One iteration: sample groups of completions with known weights, turn rewards into advantages, shard by
+    tokens, update, measure the train-rollout mismatch, push the new weights and have every runner confirm them.
+    """
+
+    @classmethod
+    @override(Algorithm)
+    def get_default_config(cls) -> GRPOConfig:
+        return GRPOConfig()
+
+    @override(Algorithm)
+    def setup(self, config: GRPOConfig) -> None:
+        self.settings = self.config.settings()
+        self.next_prompt = 0
+        self.consecutive_empty = 0
+        self.forced_correction: Any = None
+        self.monitor = PrecisionMonitor(self.settings.policy)
+        preflight(self.config)
+        try:
+            super().setup(config)
+        except IndexError as error:
+            raise RuntimeError(
+                "no env runner survived its construction. The actors' logs have the reason; often rllib_llm is not importable "
+                "on the workers (pip install it there, or pass it in runtime_env)."
+            ) from error
+        self.weights = WeightSync(self.learner_group, self.settings.policy, self.settings.rollout.push_timeout_s)
+        self.push_weights()
+        self.monitor.guard.remember(self.weights.evidence(self.env_runner_group))
+
+    @classmethod
+    def _should_create_evaluation_env_runners(cls, eval_config: GRPOConfig) -> bool:
+        """Only where asked for: without own runners, evaluation runs on the training runners (see evaluation.py)."""
+        return eval_config.evaluation_num_env_runners > 0
+
+    @staticmethod
+    def _get_env_id_and_creator(env_specifier: Any, config: Any) -> tuple[Any, Any]:
+        """RLlib would look for a gym env of that name; text environments are made by the env runner."""
+        return env_specifier, lambda _context: None
+
+    # ---------------------------------------------------------------- one iteration
+
+    @override(Algorithm)
+    def training_step(self) -> None:
+        with self.metrics.log_time((TIMERS, names.SAMPLE_TIMER)):
+            collected = self._sample()
+        if not collected.episodes:
+            return
+        episodes = collected.episodes
+        with self.metrics.log_time((TIMERS, names.ADVANTAGE_TIMER)):
+            advantages = self.advantages(episodes)
+        with self.metrics.log_time((TIMERS, names.LEARN_TIMER)):
+            self._learn(episodes, advantages)
+        with self.metrics.log_time((TIMERS, names.MISMATCH_TIMER)):
+            self._watch(episodes)
+        with self.metrics.log_time((TIMERS, names.PUSH_WEIGHTS_TIMER)):
+            self.push_weights()
+
+    def _sample(self) -> Collected:
+        """This iteration's episodes. Raises NoSamplesError after `max_empty_samples` iterations without any."""
+        rollout, grpo = self.settings.rollout, self.settings.grpo
+        collected, self.next_prompt = collect(
+            self.env_runner_group,
+            self.next_prompt,
+            rollout.prompts_per_iteration,
+            self.weights.version,
+            self.config.sample_timeout_s,
+            grpo.max_sample_rounds if grpo.dynamic_sampling else 1,
+        )
+        self._log_sampling(collected)
+        if collected.episodes:
+            self.consecutive_empty = 0
+            return collected
+        self.consecutive_empty += 1
+        if self.consecutive_empty >= rollout.max_empty_samples:
+            raise NoSamplesError(
+                f"{self.consecutive_empty} iterations in a row gave no usable sample (rollout_config.max_empty_samples = "
+                f"{rollout.max_empty_samples}); refused because of their weights version: {collected.refused}, problems "
+                f"without an answer: {len(collected.lost)}. Last errors:\n" + "\n".join(collected.errors[-2:] or ["none reported"])
+            )
+        return collected
+
+    def advantages(self, episodes: Sequence[TextEpisode]) -> np.ndarray:
+        """float32 [S], one advantage per episode. Override for another credit assignment."""
+        rewards = torch.tensor([e.reward for e in episodes], dtype=torch.float64)
+        grpo, rollout = self.settings.grpo, self.settings.rollout
+        if grpo.overlong_buffer:
+            lengths = torch.tensor([e.num_trained_tokens for e in episodes])
+            limit = rollout.max_new_tokens * rollout.max_turns
+            rewards = rewards + overlong_penalty(lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
+        groups = torch.tensor([e.group_id for e in episodes])
+        return group_advantages(rewards, groups, advantage_kind(grpo)).numpy()
+
+    def _learn(self, episodes: Sequence[TextEpisode], advantages: np.ndarray) -> None:
+        config, group = self.config, self.learner_group
+        minibatch = assign_minibatches(
+            len(episodes), config.num_epochs, self.settings.grpo.minibatches_per_epoch, seed=self.next_prompt + (config.seed or 0)
+        )
+        batches = [s.to_batch() for s in make_shards(episodes, advantages, max(1, config.num_learners), minibatch)]
+        data = TrainingData(batch=batches[0]) if group.is_local else TrainingData(batches=batches)
+        steps = self.metrics.peek((ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME), default=0)
+        results = group.update(training_data=data, timesteps={NUM_ENV_STEPS_SAMPLED_LIFETIME: steps})
+        if len(results) != len(batches):
+            raise RuntimeError(f"{len(results)} of {len(batches)} learners took part in the update; restore from the last checkpoint.")
+        self.metrics.aggregate(results, key=LEARNER_RESULTS)
+        self.weights.learner_changed()
+
+    def _watch(self, episodes: Sequence[TextEpisode]) -> None:
+        """Mismatch metrics of the iteration, and the guard's verdict on them."""
+        parts = [r.get() for r in self.learner_group.foreach_learner(_take_train_logprobs)]
+        correction = self.forced_correction or correction_of(self.settings)
+        seen = self.monitor.observe(episodes, dict(pair for part in parts for pair in part), correction)
+        for group, values in ((names.MISMATCH, seen.mismatch), (names.CORRECTION, seen.correction)):
+            for name, value in values.items():
+                self.metrics.log_value((group, *name.split("/")), value, window=1)
+        self.metrics.log_value((names.PRECISION, names.GUARD_VIOLATIONS), seen.verdict.consecutive, window=1)
+        self.metrics.log_value((names.PRECISION, names.CORRECTION_ACTIVE), float(correction is not None), window=1)
+        self.metrics.log_value((names.PRECISION, names.WEIGHTS_VERSION), episodes[0].weights_version, window=1)
+        if seen.verdict.violated:
+            self._act_on(seen.verdict)
+
+    def _act_on(self, verdict: Any) -> None:
+        message = self.monitor.explain(verdict, self.weights.evidence(self.env_runner_group))
+        if verdict.action == "halt":
+            path = self.save_to_path(f"{self.logdir}/halted_at_iteration_{self.iteration + 1}")
+            raise PrecisionHalt(f"{message}\n  checkpoint of this moment: {path}")
+        logger.warning(message)
+        if verdict.action == "correct" and correction_of(self.settings) is None and self.forced_correction is None:
+            self.force_correction(FALLBACK_CORRECTION)
+
+    def force_correction(self, correction: Any | None) -> None:
+        """Applies an importance correction in all later updates, whatever the policy says; None gives up the override."""
+        self.forced_correction = correction
+        for result in self.learner_group.foreach_learner(_set_correction, correction=correction):
+            result.get()
+
+    # ---------------------------------------------------------------- weights
+
+    def push_weights(self) -> None:
+        """Sends the learner's weights to all training runners; returns when each has confirmed them."""
+        self.weights.push(self.env_runner_group)
+
+    @override(Algorithm)
+    def restore_env_runners(self, env_runner_group: Any) -> list[int]:
+        """Gives restarted runners the current weights, the contract check and their environment's state."""
+        restored = list(env_runner_group.probe_unhealthy_env_runners() or [])
+        if restored:
+            self._counters["total_num_restored_workers"] += len(restored)
+            self.weights.push(env_runner_group, restored)
+            self.send_env_state(env_runner_group, restored)
+        return restored
+
+    def send_env_state(self, group: Any, ids: Sequence[int] | None = None) -> None:
+        """Curriculum and problem counters of the environments, as last saved, to the given runners."""
+        if self.env_state is not None:
+            call_runners(group, _SetState(self.env_state), ids)
+
+    # ---------------------------------------------------------------- metrics
+
+    def _log_sampling(self, collected: Collected) -> None:
+        if collected.metrics:
+            self.metrics.aggregate(collected.metrics, key=ENV_RUNNER_RESULTS)
+            tokens = self.metrics.peek((ENV_RUNNER_RESULTS, names.NUM_TOKENS_SAMPLED), default=0)
+            self.metrics.log_value((ENV_RUNNER_RESULTS, names.TOKENS_PER_S), tokens / max(collected.seconds, 1e-9), window=1)
+        for name, value in (
+            (names.NUM_SAMPLES_REFUSED, collected.refused),
+            (names.NUM_PROMPTS_LOST, len(collected.lost)),
+            (names.NUM_SAMPLE_ROUNDS, collected.rounds),
+            (names.NUM_EMPTY_SAMPLES, self.consecutive_empty + (not collected.episodes)),
+            (names.NUM_GROUPS_WITHOUT_SIGNAL, collected.uninformative + groups_without_signal(collected.episodes)),
+        ):
+            self.metrics.log_value(name, value, window=1)
+        if collected.errors:
+            logger.warning("%d env runner error(s) this iteration, the last: %s", len(collected.errors), collected.errors[-1])
+
+    @override(Trainable)
+    def get_auto_filled_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Adds the policy's name and fingerprint, which are text and no metrics, to every result."""
+        filled = super().get_auto_filled_metrics(*args, **kwargs)
+        policy = self.settings.policy
+        return filled | {"precision_policy": policy.name, "precision_fingerprint": policy.fingerprint}
+
+
+class _SetState:
+    """A picklable call: hands a state to a runner."""
+
+    def __init__(self, state: dict[str, Any]):
+        self.state = state
+
+    def __call__(self, runner: Any) -> Any:
+        return runner.set_state_reply(self.state)
+
+
+def _take_train_logprobs(learner: Any) -> Any:
+    return learner.take_train_logprobs()
+
+
+def _set_correction(learner: Any, correction: Any) -> None:
+    learner.forced_correction = correction

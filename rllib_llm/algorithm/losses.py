@@ -1,0 +1,71 @@
+"""From the settings to a loss, the advantages that belong to it, and the correction that is in force."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rllib_llm.advantages import ADVANTAGE_KINDS
+from rllib_llm.corrections import KINDS, Correction
+from rllib_llm.losses import LOSSES, Loss, make_loss
+
+if TYPE_CHECKING:
+    from rllib_llm.algorithm.config import Settings
+    from rllib_llm.algorithm.settings import GRPOSettings, RolloutSettings
+
+__all__ = ["FALLBACK_CORRECTION", "advantage_kind", "build_loss", "correction_of", "loss_violations"]
+
+FALLBACK_CORRECTION = Correction("tis_token")
+"""What the guard's action "correct" switches on when the policy names no correction."""
+
+
+def _loss(grpo: GRPOSettings, rollout: RolloutSettings) -> Loss:
+    config: dict[str, Any] = {
+        "clip_low": grpo.clip_low,
+        "clip_high": grpo.clip_high,
+        "kl_coeff": grpo.kl_coeff,
+        "kl_estimator": grpo.kl_estimator,
+        "entropy_coeff": grpo.entropy_coeff,
+        "max_tokens": rollout.max_new_tokens * rollout.max_turns,
+    }
+    return make_loss(grpo.loss, **(config | grpo.loss_config))
+
+
+def build_loss(settings: Settings) -> Loss:
+    """The loss that the settings name. Raises ValueError as `loss_violations` would list."""
+    return _loss(settings.grpo, settings.rollout)
+
+
+def advantage_kind(grpo: GRPOSettings) -> str:
+    """The configured kind of advantages, or the one of the loss's paper."""
+    return grpo.advantages or LOSSES[grpo.loss].advantage_kind
+
+
+def correction_of(settings: Settings) -> Correction | Any | None:
+    """The correction the loss applies when the guard demands none; None for kind "none"."""
+    override = settings.grpo.correction
+    spec = Correction(**override) if override is not None else settings.policy.correction
+    return None if spec.kind == "none" else spec
+
+
+def loss_violations(grpo: GRPOSettings, rollout: RolloutSettings) -> list[str]:
+    """What is wrong with loss, advantages and correction, one sentence each."""
+    violations = []
+    try:
+        _loss(grpo, rollout)
+    except ValueError as error:
+        violations.append(f"grpo.loss = {grpo.loss!r}: {error}")
+    if grpo.advantages is not None and grpo.advantages not in ADVANTAGE_KINDS:
+        violations.append(f"grpo.advantages = {grpo.advantages!r} must be one of {', '.join(ADVANTAGE_KINDS)}.")
+    elif grpo.loss in LOSSES and advantage_kind(grpo) != "reinforce++" and rollout.group_size < 2:
+        violations.append(
+            f"rollout_config.group_size = {rollout.group_size}: advantages of kind {advantage_kind(grpo)!r} compare the "
+            "answers to one prompt and need at least 2; or set grpo.advantages = 'reinforce++'."
+        )
+    if grpo.correction is not None:
+        wrong = set(grpo.correction) - {"kind", "lower", "upper"}
+        kind = grpo.correction.get("kind")
+        if wrong or kind not in KINDS:
+            violations.append(
+                f"grpo.correction = {grpo.correction!r} must have a kind out of {', '.join(KINDS)}, and optionally lower and upper."
+            )
+    return violations

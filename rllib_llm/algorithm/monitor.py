@@ -1,0 +1,69 @@
+"""Measures, after every update, how far the two sides are apart, and asks the policy's guard what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rllib_llm.corrections import correction_weights
+from rllib_llm.guard import Evidence, Guard, GuardVerdict, changed_sides
+from rllib_llm.mismatch import MismatchMonitor
+
+if TYPE_CHECKING:
+    from precision_policies import PrecisionPolicy
+    from rllib_llm.episode import TextEpisode
+
+__all__ = ["Observation", "PrecisionHalt", "PrecisionMonitor"]
+
+
+class PrecisionHalt(RuntimeError):
+    """The guard stopped training; the message says which side changed and where the checkpoint is."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """mismatch: see rllib_llm/mismatch/registry.py. correction: statistics of the applied weights, empty without one."""
+
+    mismatch: dict[str, float]
+    correction: dict[str, float]
+    verdict: GuardVerdict
+
+
+class PrecisionMonitor:
+    """Compares the log-probabilities of all trained tokens of an iteration, on the driver, exactly.
+
+    The pairs of all learners come together here (8 bytes per token), so maxima, percentiles and
+    correlations are those of the whole iteration and do not depend on sharding.
+    """
+
+    def __init__(self, policy: PrecisionPolicy):
+        self.guard = Guard(policy.guard)
+
+    def observe(
+        self, episodes: Sequence[TextEpisode], train_logprobs: dict[int, np.ndarray], correction: Any | None
+    ) -> Observation:
+        """train_logprobs: index of the episode -> float32 [trained tokens], under the weights that sampled it."""
+        order = sorted(train_logprobs)
+        train = torch.from_numpy(np.concatenate([train_logprobs[i] for i in order]))
+        rollout = torch.from_numpy(np.concatenate([episodes[i].logprobs[episodes[i].loss_mask] for i in order]))
+        lengths = torch.tensor([len(train_logprobs[i]) for i in order])
+        sequence_ids = torch.repeat_interleave(torch.arange(len(order)), lengths)
+        mask = torch.ones(len(train), dtype=torch.bool)
+        names = [str(episodes[i].info.get("task", "")) for i in order]
+        monitor = MismatchMonitor()
+        monitor.add(train, rollout, mask, sequence_ids, names if len(set(names)) > 1 else None)
+        mismatch = monitor.metrics()
+        statistics: dict[str, float] = {}
+        if correction is not None:
+            _, values = correction_weights(correction, train, rollout, mask, sequence_ids, len(order))
+            statistics = {name: float(value) for name, value in values.items()}
+        return Observation(mismatch, statistics, self.guard.check(mismatch))
+
+    def explain(self, verdict: GuardVerdict, evidence: Evidence) -> str:
+        """The verdict's message with what fresh attestations say about who changed."""
+        baseline = self.guard.get_state()["baseline"]
+        return "\n  ".join([verdict.message.splitlines()[0], *changed_sides(baseline, evidence)])

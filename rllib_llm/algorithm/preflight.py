@@ -1,0 +1,31 @@
+"""Builds in the driver what every env runner will build, so that a wrong config fails here, with its own error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rllib_llm.engines.factory import missing_engine
+from rllib_llm.envs import make_env
+from rllib_llm.models.checkpoint import load_tokenizer
+from rllib_llm.models.paths import resolve_model_path
+from rllib_llm.prompting import PromptEncoder
+
+if TYPE_CHECKING:
+    from rllib_llm.algorithm.config import GRPOConfig
+
+__all__ = ["preflight"]
+
+
+def preflight(config: GRPOConfig) -> None:
+    """Makes the environment, its first problem and its prompt's tokens.
+
+    An exception in an actor's constructor would reach the user as "IndexError: list index out of range".
+    """
+    settings = config.settings()
+    if missing := missing_engine(settings.rollout.engine):
+        from rllib_llm.engines.base import EngineUnavailableError
+
+        raise EngineUnavailableError(missing)
+    factory = make_env(config.env, dict(config.env_config), split="train", seed=config.seed or 0)
+    prompt = factory().reset(0)
+    PromptEncoder(load_tokenizer(resolve_model_path(settings.model.path))).encode(prompt)
