@@ -1,0 +1,112 @@
+"""What an environment is: text in, reward out.
+
+A `TextEnv` holds one episode. The env runner asks `factory()` for as many environments as it plays at the same
+time, calls `reset(index)` on each (the same index for the members of one GRPO group), lets the engine write a
+completion, and hands it to `step`. `StepResult.done == False` means another turn: `observation` is what the
+environment writes into the context before the model writes again. Those tokens are never trained on.
+
+Environments see text, never tokens: what a token is, is the engine's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Split = Literal["train", "eval"]
+SPLITS: tuple[Split, ...] = ("train", "eval")
+Message = dict[str, str]
+
+
+class EnvConfigError(ValueError):
+    """An environment's configuration is wrong; the message lists every key that is, and what to write instead."""
+
+
+class RewardError(RuntimeError):
+    """A reward function raised. It costs this sample, never the run: the env runner counts it and drops the sample.
+
+    Attributes: `reward` (the name the config gives it), `problem` (the problem's id); `__cause__` is the original.
+    """
+
+    def __init__(self, reward: str, problem: str, cause: BaseException):
+        self.reward, self.problem = reward, problem
+        self.cause = f"{type(cause).__name__}: {cause}"
+        super().__init__(
+            f"reward {reward!r} raised {self.cause} on problem {problem}. The sample is dropped and counted; "
+            f"make the function return a number for every string a model can write"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_reward_error, (self.reward, self.problem, self.cause)
+
+
+def _rebuild_reward_error(reward: str, problem: str, cause: str) -> RewardError:
+    """Unpickle: a RewardError crosses process borders in Ray, its `__cause__` (any class at all) does not."""
+    error = RewardError(reward, problem, RuntimeError(cause))
+    error.cause = cause
+    error.args = (f"reward {reward!r} raised {cause} on problem {problem}",)
+    return error
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model is shown first: plain `text`, or chat `messages` for the tokenizer's chat template. Never both.
+
+    `info` describes the problem (JSON-able): `id`, `task`, `level`, `split` in the adapters shipped here.
+    """
+
+    text: str | None = None
+    messages: list[Message] | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("Prompt takes either text= or messages=, exactly one of them")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One answer of the environment.
+
+    reward: the number GRPO sees, the weighted sum of `rewards`; the return of an episode is the sum over its steps.
+    rewards: each named reward, unweighted, for the log; `reward` must not be recomputed from it.
+    observation: text the environment appends when `done` is False (rendered as a user turn for chat prompts).
+    info: JSON-able facts about the step (`correct`, `extracted`, …).
+    """
+
+    reward: float
+    done: bool
+    observation: str = ""
+    rewards: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class TextEnv(Protocol):
+    """One episode at a time. A user's class needs these two methods, nothing else."""
+
+    def reset(self, index: int) -> Prompt:
+        """Start problem `index` (>= 0, unbounded): same index, split and seed give the same problem."""
+        ...
+
+    def step(self, completion: str) -> StepResult:
+        """Judge what the model wrote. Raises `RewardError` when a reward function does."""
+        ...
+
+
+@runtime_checkable
+class TextEnvFactory(Protocol):
+    """Makes environments that share one problem source and, where there is one, one curriculum."""
+
+    def __call__(self) -> TextEnv: ...
+
+    def get_state(self) -> dict[str, Any]:
+        """JSON-able: what a checkpoint must keep (curriculum levels and counts; nothing for stateless sources)."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+    @property
+    def num_problems(self) -> int | None:
+        """Distinct problems in this split, None when they are generated without end."""
+        ...
