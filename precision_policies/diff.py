@@ -107,7 +107,8 @@ def _show(policy: PrecisionPolicy, key: str, value: Any) -> str:
     if value == "fp8":
         q = policy.quantisation
         block: str = q.weight_block if key.endswith("forward") else q.activation_block
-        block = f"{q.column_block} and {q.activation_block}" if key.endswith("wgrad") else block
+        columns = key.endswith("wgrad") or (key.endswith("saved") and policy.linear.wgrad == "fp8")
+        block = q.column_block if columns else block
         scales = "" if q.scale_format == "fp32" else f", {q.scale_format} scales"
         return f"{q.code_format} {block.replace('x', '×')}{scales}"
     if value is None:

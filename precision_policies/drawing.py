@@ -43,7 +43,7 @@ def draw(
     """Write the picture to `path` (.svg, .png or .pdf) and return it.
 
     layer: which decoder layer to show; by default the first of the most common kind. Raises PolicyError for another
-    file type, ImportError with what to install if matplotlib is missing.
+    file type, or if matplotlib is missing.
     """
     path = Path(path)
     if path.suffix.lstrip(".") not in FORMATS:
@@ -67,7 +67,8 @@ def figure_of(policy: PrecisionPolicy, model_config: Any, layer: int | None = No
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing a precision graph needs matplotlib: pip install matplotlib") from error
+        violation = Violation("matplotlib", str(error), "is needed for drawing", "pip install matplotlib")
+        raise PolicyError("precision graph", [violation]) from error
     plan = policy.resolve(model_config)
     kinds = _layer_kinds(plan, models.num_layers(model_config))
     if layer is None:

@@ -30,6 +30,8 @@ def _section(part: Any, lines: list[str], depth: int, comments: bool) -> None:
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if comments:
+            if dataclasses.is_dataclass(value):
+                lines.append("")
             nested = dataclasses.is_dataclass(value)
             text = field.metadata["doc"] + ("" if nested else f" [{describe(types[field.name])}]")
             lines += [f"{pad}# {line}" for line in textwrap.wrap(text, _WIDTH - len(pad))]
