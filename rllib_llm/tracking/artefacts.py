@@ -32,7 +32,9 @@ def trial_artefacts(config: Mapping[str, Any], searched: Mapping[str, Any]) -> T
     """
     out = TrialArtefacts()
     defaults = _rllib_defaults()
-    telling = {key: value for key, value in config.items() if key not in defaults or not _same(value, defaults[key])}
+    telling = {
+        key: value for key, value in config.items() if key not in defaults or not _same(value, defaults[key])
+    }
     out.params = entries.params_of(telling)
     out.params.update(entries.params_of(searched))
     out.texts["config/trial.json"] = json.dumps(entries.jsonable(dict(config)), indent=1)

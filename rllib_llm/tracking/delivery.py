@@ -39,10 +39,14 @@ class DeliveryReport:
     def __str__(self) -> str:
         if self.complete:
             return f"tracking: {self.delivered} writes delivered"
-        lines = [f"tracking: {self.delivered} writes delivered, {len(self.refused)} refused, {self.undelivered} undelivered"]
+        lines = [
+            f"tracking: {self.delivered} writes delivered, {len(self.refused)} refused, {self.undelivered} undelivered"
+        ]
         lines += [f"  refused: {line}" for line in self.refused[:5]]
         if self.spool is not None:
-            lines.append(f"  the rest waits in {self.spool}; send it with: rllib-llm tracking send {self.spool}")
+            lines.append(
+                f"  the rest waits in {self.spool}; send it with: rllib-llm tracking send {self.spool}"
+            )
         return "\n".join(lines)
 
 
@@ -61,6 +65,7 @@ class Delivery:
         self._waiting: deque[Operation] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._hurry = False  # somebody waits: the next attempt comes now, not after the pause
         self._delivered = 0
         self._spooled = 0
         self._refused: list[str] = []
@@ -85,10 +90,12 @@ class Delivery:
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything submitted so far is delivered or refused; False when time ran out."""
         with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     def close(self, timeout_s: float) -> DeliveryReport:
-        """Deliver what can be delivered in ``timeout_s`` seconds, spool the rest, and report. Further calls report again."""
+        """Deliver what can be delivered in ``timeout_s`` seconds, spool the rest, and report."""
         self.flush(timeout_s)
         with self._changed:
             self._closing = True
@@ -113,8 +120,9 @@ class Delivery:
             with self._changed:
                 if error is not None and not self._store.is_permanent(error):
                     self._complain(error, pause)
-                    self._changed.wait_for(lambda: self._closing, pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+                    hurried = self._changed.wait_for(lambda: self._closing or self._hurry, pause)
+                    pause = _FIRST_PAUSE_S if hurried else min(2 * pause, _LONGEST_PAUSE_S)
+                    self._hurry = False
                     continue
                 pause = _FIRST_PAUSE_S
                 self._settle(op, error)
@@ -122,7 +130,9 @@ class Delivery:
     def _attempt(self, op: Operation) -> Exception | None:
         try:
             self._store.apply(op)
-        except Exception as error:  # the library documents no closed set, and nothing it raises may end training
+        except (
+            Exception
+        ) as error:  # the library documents no closed set, and nothing it raises may end training
             return error
         return None
 
@@ -133,10 +143,12 @@ class Delivery:
         if error is None:
             self._delivered += 1
             if self._complained:
-                logger.warning("MLflow at %s answers again; %d writes to catch up", self._store.uri, len(self._waiting))
+                logger.warning(
+                    "MLflow at %s answers again; %d writes to catch up", self._store.uri, len(self._waiting)
+                )
                 self._complained = False
         else:
-            line = f"{op.kind} of run {op.run!r}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            line = f"{op.kind} of run {op.run!r}: {_brief(error)}"
             self._refused.append(line)
             logger.warning("MLflow refused a write: %s", line)
         self._changed.notify_all()
@@ -144,14 +156,20 @@ class Delivery:
     def _complain(self, error: Exception, pause: float) -> None:
         if not self._complained:
             logger.warning(
-                "MLflow at %s does not answer (%s: %s); training goes on, writes are kept and retried every %.1f s or more",
-                self._store.uri, type(error).__name__, str(error).splitlines()[0] if str(error) else "", pause,
+                "MLflow at %s does not answer (%s); training goes on, writes are kept and retried every %.1f s or more",
+                self._store.uri,
+                _brief(error),
+                pause,
             )
             self._complained = True
 
     def _write_spool(self, ops: list[Operation]) -> None:
         """Append operations to the spool file, after one line that says which store and which runs they belong to."""
-        header = {"tracking_uri": self._store.uri, "experiment": self._store.experiment, "run_ids": self._store.run_ids}
+        header = {
+            "tracking_uri": self._store.uri,
+            "experiment": self._store.experiment,
+            "run_ids": self._store.run_ids,
+        }
         try:
             self._spool.parent.mkdir(parents=True, exist_ok=True)
             with self._spool.open("a", encoding="utf-8") as file:
@@ -159,7 +177,9 @@ class Delivery:
                 file.writelines(json.dumps(op.to_dict()) + "\n" for op in ops)
             self._spooled += len(ops)
         except OSError as error:
-            self._refused.append(f"{len(ops)} writes lost: the file {self._spool} could not be written: {error}")
+            self._refused.append(
+                f"{len(ops)} writes lost: the file {self._spool} could not be written: {error}"
+            )
 
 
 def send_spooled(spool: Path, tracking_uri: str | None = None, timeout_s: float = 60.0) -> DeliveryReport:
@@ -197,6 +217,11 @@ def _read_spool(spool: Path) -> tuple[str, str, dict[str, str], list[Operation]]
     if not uri:
         raise ValueError(f"{spool} names no tracking store; it is not a file that a run has left")
     return uri, experiment, run_ids, ops
+
+
+def _brief(error: Exception) -> str:
+    """Type and first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def now_ms() -> int:

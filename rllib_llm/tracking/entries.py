@@ -22,7 +22,13 @@ METRICS_PER_BATCH = 1000
 # What Tune and RLlib repeat in every result and no reader plots: the config echo and the names of the process.
 RESULT_NOISE = frozenset(
     {"config", "pid", "hostname", "node_ip", "trial_id", "experiment_id", "date", "timestamp", "done"}
-    | {"should_checkpoint", "checkpoint_dir_name", "iterations_since_restore", "time_since_restore", "hist_stats"}
+    | {
+        "should_checkpoint",
+        "checkpoint_dir_name",
+        "iterations_since_restore",
+        "time_since_restore",
+        "hist_stats",
+    }
 )
 
 T = TypeVar("T")
@@ -43,7 +49,9 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 def clean_key(key: str) -> str:
     """The nearest name that MLflow accepts: ``timers/env[0]//step%`` → ``timers/env_0_/step_``."""
     parts = [part for part in re.sub(r"[^\w./\- ]", "_", key[:MAX_KEY]).split("/") if part]
-    name = "/".join("_" if part.strip(".") == "" else part for part in parts)  # "." and ".." would resolve elsewhere
+    name = "/".join(
+        "_" if part.strip(".") == "" else part for part in parts
+    )  # "." and ".." would resolve elsewhere
     return name or "_"
 
 
@@ -124,6 +132,8 @@ def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield chunk
 
 
-def changed(before: Mapping[str, str], after: Mapping[str, str], wanted: Callable[[str], bool]) -> dict[str, str]:
+def changed(
+    before: Mapping[str, str], after: Mapping[str, str], wanted: Callable[[str], bool]
+) -> dict[str, str]:
     """Entries of ``after`` that are new or differ from ``before``, of the wanted keys."""
     return {key: value for key, value in after.items() if wanted(key) and before.get(key) != value}

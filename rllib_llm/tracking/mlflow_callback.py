@@ -75,7 +75,9 @@ class MLflowCallback(tune.Callback):
         close_timeout_s: float = 30.0,
     ) -> None:
         require_mlflow()
-        self.tracking_uri = resolve_uri(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_STORE)
+        self.tracking_uri = resolve_uri(
+            tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_STORE
+        )
         self.experiment_name = experiment_name
         self.report: DeliveryReport | None = None
         self.problems: list[str] = []
@@ -109,7 +111,9 @@ class MLflowCallback(tune.Callback):
         self._open(trial)
 
     @_never_raise
-    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
         run = self._open(trial)
         step = int(result.get("training_iteration", iteration))
         values = entries.metrics_of(result)
@@ -121,8 +125,14 @@ class MLflowCallback(tune.Callback):
                 self._submit(run, "table", {"file": "samples.json", "columns": table})
 
     @_never_raise
-    def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
-        self._submit(self._open(trial), "tags", {"checkpoint": entries.cut(str(checkpoint.path), entries.MAX_TAG_VALUE)})
+    def on_checkpoint(
+        self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any
+    ) -> None:
+        self._submit(
+            self._open(trial),
+            "tags",
+            {"checkpoint": entries.cut(str(checkpoint.path), entries.MAX_TAG_VALUE)},
+        )
 
     @_never_raise
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -133,7 +143,9 @@ class MLflowCallback(tune.Callback):
         run = self._open(trial)
         error_file = getattr(trial, "error_file", None)
         if error_file and Path(error_file).is_file():
-            self._submit(run, "text", {"file": "error.txt", "text": Path(error_file).read_text(errors="replace")})
+            self._submit(
+                run, "text", {"file": "error.txt", "text": Path(error_file).read_text(errors="replace")}
+            )
         self._finish(trial, "FAILED")
 
     @_never_raise
@@ -158,7 +170,12 @@ class MLflowCallback(tune.Callback):
         return {**self.__dict__, "_delivery": None, "_earlier_ids": self.run_ids}
 
     def get_state(self) -> dict[str, Any]:
-        return {"run_ids": self.run_ids, "positions": self._positions, "config": self._config, "history": self._history}
+        return {
+            "run_ids": self.run_ids,
+            "positions": self._positions,
+            "config": self._config,
+            "history": self._history,
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._earlier_ids.update(state["run_ids"])
@@ -194,11 +211,20 @@ class MLflowCallback(tune.Callback):
         self._submit(EXPERIMENT_RUN, "create", {"name": name, "tags": tags, "start_ms": now_ms()})
         if self._experiment and EXPERIMENT_RUN not in self._earlier_ids:
             self._submit(EXPERIMENT_RUN, "params", entries.params_of(self._experiment))
-            self._submit(EXPERIMENT_RUN, "text", {"file": "config/experiment.yaml", "text": _yaml(self._experiment)})
+            self._submit(
+                EXPERIMENT_RUN, "text", {"file": "config/experiment.yaml", "text": _yaml(self._experiment)}
+            )
 
     def _create_trial_run(self, run: str, trial: Any) -> None:
-        tags = {**provenance_tags(), **self._tags, "tune.trial": trial.trial_id, "tune.trial_dir": str(trial.path)}
-        self._submit(run, "create", {"name": str(trial), "parent": EXPERIMENT_RUN, "tags": tags, "start_ms": now_ms()})
+        tags = {
+            **provenance_tags(),
+            **self._tags,
+            "tune.trial": trial.trial_id,
+            "tune.trial_dir": str(trial.path),
+        }
+        self._submit(
+            run, "create", {"name": str(trial), "parent": EXPERIMENT_RUN, "tags": tags, "start_ms": now_ms()}
+        )
         if run in self._earlier_ids:
             return
         artefacts = trial_artefacts(trial.config, trial.evaluated_params)
@@ -217,7 +243,9 @@ class MLflowCallback(tune.Callback):
         numbers = {f"config/{key}": float(value) for key, value in altered.items() if _is_number(value)}
         earlier = {f"config/{key}": float(before[key]) for key in altered if _is_number(before.get(key, ""))}
         self._submit(run, "metrics", {"step": 0, "time_ms": now_ms(), "values": entries.clean_keys(earlier)})
-        self._submit(run, "metrics", {"step": step, "time_ms": now_ms(), "values": entries.clean_keys(numbers)})
+        self._submit(
+            run, "metrics", {"step": step, "time_ms": now_ms(), "values": entries.clean_keys(numbers)}
+        )
         tags = {f"config.{key}": entries.cut(value, entries.MAX_TAG_VALUE) for key, value in altered.items()}
         self._submit(run, "tags", entries.clean_keys(tags))
 
@@ -234,7 +262,11 @@ class MLflowCallback(tune.Callback):
 
     def _save_run_ids(self) -> None:
         if self._directory is not None:
-            record = {"tracking_uri": self.tracking_uri, "experiment": self.experiment_name, "run_ids": self.run_ids}
+            record = {
+                "tracking_uri": self.tracking_uri,
+                "experiment": self.experiment_name,
+                "run_ids": self.run_ids,
+            }
             (self._directory / "tracking.json").write_text(json.dumps(record, indent=1))
 
     def _note(self, where: str, error: Exception) -> None:

@@ -28,7 +28,9 @@ def save_plots(history: History, folder: Path) -> list[Path]:
 
     written = []
     for file, (title, logarithmic, names) in _PLOTS.items():
-        curves = {name: [(step, values[name]) for step, values in history if name in values] for name in names}
+        curves = {
+            name: [(step, values[name]) for step, values in history if name in values] for name in names
+        }
         curves = {name: points for name, points in curves.items() if len(points) > 1}
         if not curves:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import platform
@@ -26,10 +27,8 @@ def provenance_tags() -> dict[str, str]:
         **_gpus(),
         **_memory(),
     }
-    try:
+    with contextlib.suppress(KeyError, OSError):
         tags["mlflow.user"] = getpass.getuser()
-    except (KeyError, OSError):
-        pass
     for prefix, folder in (("git.rllib_llm", Path(__file__).parent), ("git.working_directory", Path.cwd())):
         tags.update(git_tags(prefix, folder))
     if "git.rllib_llm.commit" in tags:
@@ -43,7 +42,10 @@ def git_tags(prefix: str, folder: Path) -> dict[str, str]:
     if not commit:
         return {}
     status = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {f"{prefix}.commit": commit, f"{prefix}.dirty": "unknown" if status is None else str(bool(status)).lower()}
+    return {
+        f"{prefix}.commit": commit,
+        f"{prefix}.dirty": "unknown" if status is None else str(bool(status)).lower(),
+    }
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -72,7 +74,11 @@ def _gpus() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {"hardware.gpus": "0"}
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"hardware.gpus": str(len(names)), "hardware.gpu_names": ", ".join(names), "version.cuda": str(torch.version.cuda)}
+    return {
+        "hardware.gpus": str(len(names)),
+        "hardware.gpu_names": ", ".join(names),
+        "version.cuda": str(torch.version.cuda),
+    }
 
 
 def _memory() -> dict[str, str]:

@@ -13,7 +13,7 @@ DEFAULT_STORE = "sqlite:///mlflow.db"
 # MLflow's own retries keep a request up for minutes; ours come from the delivery thread, which can be stopped. Its
 # progress bar for artefacts would be drawn over ours.
 _MLFLOW_DEFAULTS = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
@@ -98,7 +98,10 @@ class MLflowStore:
         if parent:
             tags["mlflow.parentRunId"] = self.run_ids[parent]
         run = self._client().create_run(
-            self._experiment(), start_time=op.payload.get("start_ms"), tags=tags, run_name=op.payload.get("name")
+            self._experiment(),
+            start_time=op.payload.get("start_ms"),
+            tags=tags,
+            run_name=op.payload.get("name"),
         )
         self.run_ids[op.run] = run.info.run_id
 

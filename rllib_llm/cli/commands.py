@@ -1,0 +1,243 @@
+"""The commands of `rllib-llm` and their help."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rllib_llm.cli import table
+
+
+class UsageError(ValueError):
+    """Arguments that parse but make no sense together."""
+
+
+def add_all(subparsers: Any) -> None:
+    """Add every command to the main parser."""
+    from precision_policies.cli import add_policy_parser
+
+    _add_train(subparsers)
+    _add_eval(subparsers)
+    add_policy_parser(subparsers, _model_path)
+    _add_config(subparsers)
+    _add_envs(subparsers)
+    _add_tracking(subparsers)
+
+
+def _model_path(model: str) -> Path:
+    from rllib_llm.models.paths import resolve_model_path
+
+    return resolve_model_path(model)
+
+
+def _parser(subparsers: Any, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
+    return subparsers.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+# ---- train -----------------------------------------------------------------------------------------------------------
+
+
+def _add_train(subparsers: Any) -> None:
+    parser = _parser(
+        subparsers,
+        "train",
+        "train a model as a config file says, with overrides",
+        "  rllib-llm train quickstart\n"
+        "  rllib-llm train configs/quickstart.yaml precision=mixed-bf16-fp8 train.lr=2e-4\n"
+        "  rllib-llm train my.yaml run.iterations=500 run.resources.num_learners=2 tracking.enabled=false\n"
+        "  rllib-llm train --resume results/quickstart-unified-fp8-20260101-120000\n\n"
+        "Ctrl-C finishes the iteration, writes a checkpoint and says how to resume.\n"
+        "All keys: rllib-llm config show quickstart",
+    )
+    parser.add_argument(
+        "config", nargs="?", help="YAML file, or the name of a shipped config (rllib-llm config list)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides, e.g. train.lr=2e-4 precision=bf16"
+    )
+    parser.add_argument(
+        "--resume", metavar="DIR", help="go on from the newest checkpoint of an experiment directory"
+    )
+    parser.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from rllib_llm.cli.directories import find_resumable
+    from rllib_llm.experiment_file import load_experiment
+
+    if arguments.resume is None:
+        if arguments.config is None or "=" in arguments.config:
+            raise UsageError(
+                "train needs a config: rllib-llm train quickstart [key=value …], or --resume DIR."
+            )
+        experiment, directory, checkpoint = load_experiment(arguments.config, arguments.overrides), None, None
+    else:
+        overrides = [*([arguments.config] if arguments.config else []), *arguments.overrides]
+        if files := [text for text in overrides if "=" not in text]:
+            raise UsageError(
+                f"--resume takes the config from the experiment directory; drop {' '.join(files)}."
+            )
+        experiment, directory, checkpoint = find_resumable(arguments.resume, overrides)
+        _refuse_finished(directory, experiment.run.iterations)
+
+    from rllib_llm.cli.launch import launch
+
+    return launch(experiment, directory, checkpoint).exit_status
+
+
+def _refuse_finished(directory: Path, iterations: int) -> None:
+    from rllib_llm.cli.history import read_history
+
+    rows = read_history(directory)
+    if rows and rows[-1]["training_iteration"] >= iterations:
+        raise UsageError(
+            f"{directory} has run all of its {iterations} iterations. Train longer with, for example, "
+            f"rllib-llm train --resume {directory} run.iterations={2 * iterations}"
+        )
+
+
+# ---- eval ------------------------------------------------------------------------------------------------------------
+
+
+def _add_eval(subparsers: Any) -> None:
+    parser = _parser(
+        subparsers,
+        "eval",
+        "evaluate a checkpoint on held-out prompts, under the policy it was trained with",
+        "  rllib-llm eval results/quickstart-unified-fp8-20260101-120000\n"
+        "  rllib-llm eval results/…/checkpoint_000005 --prompts 256",
+    )
+    parser.add_argument("checkpoint", help="a checkpoint, or an experiment directory (its newest checkpoint)")
+    parser.add_argument(
+        "--prompts", type=_positive, metavar="N", help="held-out prompts (default: as the config says)"
+    )
+    parser.set_defaults(run=_eval)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from rllib_llm.cli.evaluate import evaluate_checkpoint
+
+    print(evaluate_checkpoint(Path(arguments.checkpoint), arguments.prompts))
+    return 0
+
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+
+
+def _add_config(subparsers: Any) -> None:
+    parser = _parser(
+        subparsers,
+        "config",
+        "show configs and their keys",
+        "  rllib-llm config list\n"
+        "  rllib-llm config show quickstart precision=bf16\n"
+        "  rllib-llm config keys rollout",
+    )
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="names and files of the shipped configs")
+    listing.set_defaults(run=_config_list)
+    show = actions.add_parser("show", help="the resolved config as YAML, checked")
+    show.add_argument("config", help="YAML file, or the name of a shipped config")
+    show.add_argument("overrides", nargs="*", metavar="key=value")
+    show.set_defaults(run=_config_show)
+    keys = actions.add_parser("keys", help="every key with its type and default")
+    keys.add_argument("prefix", nargs="?", default="", help="only keys that begin with this")
+    keys.set_defaults(run=_config_keys)
+
+
+def _config_list(arguments: argparse.Namespace) -> int:
+    from rllib_llm.experiment_file import shipped_experiments
+
+    print(
+        table.columns(("NAME", "FILE"), [(name, str(path)) for name, path in shipped_experiments().items()])
+    )
+    return 0
+
+
+def _config_show(arguments: argparse.Namespace) -> int:
+    from rllib_llm.experiment_file import load_experiment
+
+    experiment = load_experiment(arguments.config, arguments.overrides)
+    experiment.to_grpo_config()
+    print(experiment.to_yaml(), end="")
+    return 0
+
+
+def _config_keys(arguments: argparse.Namespace) -> int:
+    from rllib_llm.experiment_file import known_keys
+
+    rows = [row for row in known_keys() if row[0].startswith(arguments.prefix)]
+    if not rows:
+        raise UsageError(f"no key begins with {arguments.prefix!r}; see rllib-llm config keys")
+    print(table.columns(("KEY", "TYPE", "DEFAULT"), rows))
+    return 0
+
+
+# ---- envs ------------------------------------------------------------------------------------------------------------
+
+
+def _add_envs(subparsers: Any) -> None:
+    parser = _parser(
+        subparsers, "envs", "list the text environments that can be trained on", "  rllib-llm envs list"
+    )
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="names, and what each is")
+    listing.set_defaults(run=_envs_list)
+
+
+def _envs_list(arguments: argparse.Namespace) -> int:
+    from rllib_llm.envs import registered_envs
+
+    rows = [
+        (name, _first_line(cls), f"{cls.__module__}:{cls.__qualname__}")
+        for name, cls in registered_envs().items()
+    ]
+    print(table.columns(("NAME", "WHAT", "CLASS"), rows))
+    print('\nYour own: env.name="package.module:ClassName", a class with reset(index) and step(completion).')
+    return 0
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().partition("\n")[0]
+
+
+# ---- tracking --------------------------------------------------------------------------------------------------------
+
+
+def _add_tracking(subparsers: Any) -> None:
+    parser = _parser(
+        subparsers,
+        "tracking",
+        "deliver what a run could not write to its MLflow store",
+        "  rllib-llm tracking send results/…/tracking_unsent.jsonl",
+    )
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    send = actions.add_parser("send", help="send a file of unsent writes")
+    send.add_argument("file", help="tracking_unsent.jsonl of an experiment directory")
+    send.add_argument("--uri", help="another store than the one that the file names")
+    send.set_defaults(run=_tracking_send)
+
+
+def _tracking_send(arguments: argparse.Namespace) -> int:
+    from rllib_llm.tracking import send_spooled
+
+    try:
+        report = send_spooled(Path(arguments.file), arguments.uri)
+    except (FileNotFoundError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    print(report)
+    return 0 if report.complete else 1
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

@@ -1,0 +1,78 @@
+"""Ctrl-C: finish the iteration, keep a checkpoint, say how to go on. A second Ctrl-C stops at once."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+from ray.tune import Stopper
+
+
+class Interrupt:
+    """Catches SIGINT and SIGTERM while it is entered; ``requested`` tells that one came."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print(
+            "\nInterrupted: finishing this iteration, then writing a checkpoint. Press Ctrl-C again to stop at once "
+            "(the last periodic checkpoint stays).",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class RunStopper(Stopper):
+    """Ends the trial after `iterations`, `max_minutes`, a metric that reaches its bound, or an interrupt.
+
+    A trial that a Stopper ends writes its final checkpoint, which Tune's own SIGINT handling would skip.
+    """
+
+    def __init__(
+        self, iterations: int, bounds: dict[str, float], max_minutes: float | None, interrupt: Interrupt
+    ) -> None:
+        self._iterations, self._bounds, self._max_minutes = iterations, bounds, max_minutes
+        self._interrupt = interrupt
+        self._first: float | None = None
+        self.reason = ""
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        from rllib_llm.tracking.entries import flatten
+
+        if self._first is None:
+            self._first = time.monotonic() - float(result.get("time_this_iter_s", 0.0))
+        flat = flatten(result)
+        reached = [
+            f"{key} >= {bound:g}"
+            for key, bound in self._bounds.items()
+            if flat.get(key, float("-inf")) >= bound
+        ]
+        if self._interrupt.requested:
+            self.reason = "interrupted"
+        elif reached:
+            self.reason = f"stopped: {reached[0]}"
+        elif self._max_minutes is not None and time.monotonic() - self._first >= 60 * self._max_minutes:
+            self.reason = f"stopped: {self._max_minutes:g} minutes are over"
+        elif result["training_iteration"] >= self._iterations:
+            self.reason = "finished"
+        return bool(self.reason)
+
+    def stop_all(self) -> bool:
+        return False

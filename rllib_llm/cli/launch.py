@@ -1,0 +1,223 @@
+"""Run one experiment as one Tune trial, on a local or an existing Ray, with progress, history and tracking."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rllib_llm.cli.directories import EXPERIMENT_FILE, checkpoints, earlier_run_ids, new_directory
+from rllib_llm.cli.history import HistoryCallback, read_history
+from rllib_llm.cli.interrupt import Interrupt, RunStopper
+from rllib_llm.cli.progress import ProgressCallback
+from rllib_llm.cli.summary import closing_table
+from rllib_llm.experiment import Experiment, ExperimentError
+
+if TYPE_CHECKING:
+    from rllib_llm.algorithm.config import GRPOConfig
+    from rllib_llm.tracking import MLflowCallback
+
+# Read by Ray when it starts: quiet console, no usage report, workers that keep the driver's directory (Tune would
+# change into the trial's, and a relative path of the config would then point elsewhere in every process).
+_RAY_ENVIRONMENT = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. status: "finished", "stopped: why", "interrupted" or "failed"."""
+
+    status: str
+    directory: Path
+    checkpoint: Path | None
+    error: str
+    tracking: MLflowCallback | None
+
+    @property
+    def exit_status(self) -> int:
+        """0 for success only; 130 after Ctrl-C, as shells count it."""
+        return {"failed": 1, "interrupted": 130}.get(self.status, 0)
+
+
+def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Path | None = None) -> Outcome:
+    """Train. With `checkpoint`, go on from it in the same `directory`.
+
+    Raises ExperimentError for a config that cannot run or that asks for more than Ray has, EnvConfigError and
+    EngineUnavailableError for an environment or engine that cannot be made, TrackingUnavailableError where tracking is
+    on and MLflow is missing; nothing was started then. Errors inside the trial are an Outcome with status "failed".
+    """
+    from rllib_llm.algorithm.preflight import preflight
+
+    config = experiment.to_grpo_config()
+    preflight(config)
+    policy = config.settings().policy
+    directory = directory or new_directory(experiment, policy.name)
+    (directory / EXPERIMENT_FILE).write_text(experiment.to_yaml(), encoding="utf-8")
+    tracking = _tracking(experiment, directory)
+    _say(f"training {experiment.name!r} under policy {policy.name} (fingerprint {policy.fingerprint[:16]})")
+    _say(f"  results   {directory}")
+    _say(
+        f"  tracking  {tracking.tracking_uri + ', experiment ' + tracking.experiment_name if tracking else 'off'}"
+    )
+    if checkpoint is not None:
+        _say(f"  resuming  {checkpoint}")
+    with Interrupt() as interrupt:
+        run = experiment.run
+        stopper = RunStopper(run.iterations, run.stop, run.max_minutes, interrupt)
+        status, error = _train(experiment, config, directory, checkpoint, stopper, tracking)
+    found = checkpoints(directory)
+    outcome = Outcome(status, directory, found[-1] if found else None, error, tracking)
+    _report(outcome, policy.name, policy.fingerprint)
+    return outcome
+
+
+def _train(
+    experiment: Experiment,
+    config: GRPOConfig,
+    directory: Path,
+    checkpoint: Path | None,
+    stopper: RunStopper,
+    tracking: MLflowCallback | None,
+) -> tuple[str, str]:
+    """(status, error text) of the trial; Ray is started and stopped here."""
+    import ray
+    from ray import tune
+    from ray.tune import CheckpointConfig
+
+    from rllib_llm.algorithm.grpo import GRPO
+
+    progress = ProgressCallback(experiment.run.iterations, done=len(read_history(directory)))
+    callbacks: list[Any] = [HistoryCallback(directory), progress, *([tracking] if tracking else [])]
+    started = _start_ray(experiment, config)
+    try:
+        _say(
+            "  building the model, the engine and the environment (the first iteration comes in about half a minute)"
+        )
+        analysis = tune.run(
+            GRPO,
+            name=directory.name,
+            config=config,
+            stop=stopper,
+            storage_path=str(directory.parent),
+            checkpoint_config=CheckpointConfig(
+                num_to_keep=experiment.run.keep_checkpoints,
+                checkpoint_frequency=experiment.run.checkpoint_every,
+                checkpoint_at_end=True,
+            ),
+            restore=str(checkpoint) if checkpoint else None,
+            max_failures=experiment.run.max_failures,
+            callbacks=callbacks,
+            raise_on_failed_trial=False,
+            verbose=0,
+        )
+    except KeyboardInterrupt:
+        return "interrupted", ""
+    finally:
+        progress.close()
+        if started:
+            ray.shutdown()
+    trial = analysis.trials[0]
+    if trial.status == "TERMINATED":
+        return stopper.reason or "finished", ""
+    return "failed", _trial_error(trial)
+
+
+def _start_ray(experiment: Experiment, config: GRPOConfig) -> bool:
+    """Start or join Ray; True where it was started here.
+
+    Raises ExperimentError where the trial asks for more than there is: Tune would wait for ever.
+    """
+    import ray
+
+    from rllib_llm.algorithm.grpo import GRPO
+
+    for name, value in _RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("ray.tune").setLevel(logging.WARNING)
+    needed = GRPO.default_resource_request(config).required_resources
+    resources, started = experiment.run.resources, not ray.is_initialized()
+    if started and resources.ray_address:
+        ray.init(address=resources.ray_address, log_to_driver=False)
+    elif started:
+        cpus = resources.ray_cpus or max(os.cpu_count() or 1, int(-(-needed.get("CPU", 1) // 1)))
+        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    have = ray.cluster_resources()
+    missing = [
+        f"{name}: {n:g} asked for, {have.get(name, 0):g} there"
+        for name, n in needed.items()
+        if n > have.get(name, 0)
+    ]
+    if missing:
+        if started:
+            ray.shutdown()
+        raise ExperimentError(
+            f"experiment {experiment.name!r}",
+            [f"the trial can never be placed ({text}). Ask for less in run.resources." for text in missing],
+        )
+    return started
+
+
+def _tracking(experiment: Experiment, directory: Path) -> MLflowCallback | None:
+    settings = experiment.tracking
+    if not settings.enabled:
+        return None
+    from rllib_llm.tracking import MLflowCallback
+
+    return MLflowCallback(
+        settings.uri,
+        settings.experiment,
+        run_name=directory.name,
+        tags=settings.tags,
+        samples_every=settings.samples_every,
+        experiment=experiment.to_dict(),
+        run_ids=earlier_run_ids(directory),
+    )
+
+
+def _trial_error(trial: Any) -> str:
+    """What the trial raised, without the frames of Ray that wrap it."""
+    file = getattr(trial, "error_file", None)
+    text = Path(file).read_text(encoding="utf-8", errors="replace") if file and Path(file).is_file() else ""
+    return text.strip() or f"the trial ended as {trial.status} without an error text; see {trial.path}"
+
+
+def _report(outcome: Outcome, policy: str, fingerprint: str) -> None:
+    tracking = outcome.tracking
+    print(
+        closing_table(
+            read_history(outcome.directory),
+            policy=policy,
+            fingerprint=fingerprint,
+            run_id=tracking.run_ids.get("0") if tracking else None,
+            tracking=tracking.tracking_uri if tracking else "tracking off",
+            checkpoint=str(outcome.checkpoint or "none"),
+            status=outcome.status,
+        )
+    )
+    if tracking is not None:
+        if tracking.report is not None and not tracking.report.complete:
+            print(tracking.report)
+        for problem in tracking.problems:
+            print(f"tracking problem: {problem}")
+        if tracking.tracking_uri.startswith("sqlite"):
+            print(f"look at it:  mlflow ui --backend-store-uri {tracking.tracking_uri}")
+    if outcome.status == "failed":
+        _say(f"\nThe trial failed:\n{outcome.error}")
+    if outcome.status in ("failed", "interrupted"):
+        if outcome.checkpoint is not None:
+            _say(f"\nGo on from the checkpoint with:  rllib-llm train --resume {outcome.directory}")
+        else:
+            _say("\nThere is no checkpoint yet to go on from.")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

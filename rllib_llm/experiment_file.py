@@ -1,0 +1,270 @@
+"""Experiments from YAML files and `key.path=value` overrides, checked as a whole.
+
+OmegaConf reads YAML, merges overrides and resolves interpolations; the types are checked here, because OmegaConf stops
+at the first problem and knows neither `Literal` nor tuples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.resources
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rllib_llm.algorithm.settings import (
+    ModelSettings,
+    PrecisionSettings,
+    RolloutSettings,
+    describe,
+    parse,
+)
+from rllib_llm.experiment import (
+    EnvSettings,
+    EvaluationSettings,
+    Experiment,
+    ExperimentError,
+    ResourceSettings,
+    RunSettings,
+    TrackingSettings,
+    TrainSettings,
+)
+
+__all__ = ["experiment_from_dict", "known_keys", "load_experiment", "shipped_experiments"]
+
+
+def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read a config file (or the name of a shipped one) and apply `key.path=value` overrides.
+
+    Raises ExperimentError listing every malformed override, unknown key and ill-typed value.
+    """
+    path = _find(source)
+    try:
+        base = _normalised(_read(path.read_text(encoding="utf-8"), str(source)))
+        changes, problems = _dotlist(overrides)
+        merged = OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(changes))
+        for key in sorted(OmegaConf.missing_keys(merged)):  # "???" in the file
+            problems.append(f"{key} must be given: {key}=VALUE.")
+            OmegaConf.update(merged, key, None)
+        data = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ExperimentError(str(source), [" ".join(str(error).split())]) from error
+    data = typing.cast(dict[str, Any], data)
+    data.setdefault("name", path.stem)
+    return experiment_from_dict(data, str(source), problems)
+
+
+def experiment_from_dict(
+    data: Mapping[str, Any], source: str = "config", problems: Sequence[str] = ()
+) -> Experiment:
+    """The typed experiment of a nested dict. `problems` found earlier are listed with those found here."""
+    found = list(problems)
+    built = _build(Experiment, _normalised(data), "", found)
+    if found:
+        raise ExperimentError(source, found)
+    return built
+
+
+def shipped_experiments() -> dict[str, Path]:
+    """Configs inside the package, by name."""
+    folder = Path(str(importlib.resources.files("rllib_llm.shipped_configs")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _find(source: str | Path) -> Path:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    shipped = shipped_experiments()
+    if str(source) in shipped:
+        return shipped[str(source)]
+    near = difflib.get_close_matches(path.stem, shipped, n=1, cutoff=0.5)
+    hint = f" Did you mean the shipped config {near[0]!r}?" if near else ""
+    raise ExperimentError(
+        str(source),
+        [
+            f"no such file: {path.absolute()}, and no shipped config of that name ({', '.join(shipped)}).{hint}"
+        ],
+    )
+
+
+def _read(text: str, source: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = OmegaConf.create(text)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ExperimentError(source, [f"not valid YAML: {' '.join(str(error).split())}"]) from error
+    data = OmegaConf.to_container(loaded, resolve=False)
+    if not isinstance(data, dict):
+        raise ExperimentError(
+            source, [f"the file must hold a mapping with the sections {', '.join(_sections())}."]
+        )
+    return typing.cast(dict[str, Any], data)
+
+
+def _dotlist(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """(nested dict, problems) of `key.path=value` texts; a value is YAML, so `[1, 2]`, `null` and `2e-4` mean that."""
+    good, problems = [], []
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if equals and key.strip() and not key.startswith("-"):
+            good.append(f"{_SHORTHANDS.get(key, key)}={text.partition('=')[2]}")
+        else:
+            problems.append(f"{text!r} is not an override; write key.path=value, for example train.lr=2e-4.")
+    changes = OmegaConf.to_container(OmegaConf.from_dotlist(good), resolve=False)
+    return typing.cast(dict[str, Any], changes), problems
+
+
+_SHORTHANDS = {"precision": "precision.policy", "model": "model.path", "env": "env.name"}
+
+
+def _normalised(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`precision: bf16` means `precision: {policy: bf16}`; likewise `model: DIR` and `env: NAME`."""
+    out = dict(data)
+    for section, path in _SHORTHANDS.items():
+        if section in out and not isinstance(out[section], Mapping):
+            out[section] = {path.partition(".")[2]: out[section]}
+    return out
+
+
+# ---- checking --------------------------------------------------------------------------------------------------------
+
+
+def _sections(cls: type = Experiment) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _build(cls: type, data: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
+    """An instance of dataclass `cls`, or None after adding one sentence per problem."""
+    hints, before = _sections(cls), len(problems)
+    nested, leaves = {}, {}
+    for key, value in data.items():
+        if key not in hints:
+            problems.append(f"{prefix}{key} = {value!r}: no such key. {_suggest(prefix, str(key))}")
+        elif not dataclasses.is_dataclass(hints[key]):
+            leaves[key] = value
+        elif isinstance(value, Mapping):
+            nested[key] = _build(typing.cast(type, hints[key]), value, f"{prefix}{key}.", problems)
+        else:
+            problems.append(
+                f"{prefix}{key} = {value!r} must be a section with {', '.join(_sections(hints[key]))}."
+            )
+    parsed, found = parse(_LEAVES[cls], leaves, prefix.rstrip(".") or "top level")
+    problems += found
+    if len(problems) > before:
+        return None
+    return cls(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(_LEAVES[cls])}, **nested)
+
+
+def _leaf_class(cls: type) -> type:
+    """`cls` without its sections: what `parse` can check by itself."""
+    hints = _sections(cls)
+    kept = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(hints[f.name])]
+    if len(kept) == len(dataclasses.fields(cls)):
+        return cls
+    specs = [
+        (
+            f.name,
+            hints[f.name],
+            field(default=f.default)
+            if f.default_factory is dataclasses.MISSING
+            else field(default_factory=f.default_factory),
+        )
+        for f in kept
+    ]
+    return dataclasses.make_dataclass(f"{cls.__name__}Leaves", specs, frozen=True)
+
+
+def _known_paths(cls: type = Experiment, prefix: str = "") -> dict[str, str]:
+    """Every key of an experiment with its type in words: ``{"train.lr": "float", …}``."""
+    known: dict[str, str] = {}
+    for name, hint in _sections(cls).items():
+        if dataclasses.is_dataclass(hint):
+            known[f"{prefix}{name}"] = "a section"
+            known.update(_known_paths(typing.cast(type, hint), f"{prefix}{name}."))
+        else:
+            known[f"{prefix}{name}"] = describe(hint)
+    return known
+
+
+def known_keys() -> list[tuple[str, str, str]]:
+    """(key, type in words, default) of every setting, in the order of the sections."""
+    default: Any = Experiment().to_dict()
+    rows = []
+    for path, kind in _known_paths().items():
+        value = default
+        for part in path.split("."):
+            value = value[part]
+        if kind != "a section":
+            rows.append(
+                (
+                    path,
+                    kind,
+                    OmegaConf.to_yaml(value).strip() if isinstance(value, (dict, list)) else str(value),
+                )
+            )
+    return rows
+
+
+# Names of the same settings in TRL, verl and vLLM.
+_ELSEWHERE = {
+    "learning_rate": "train.lr",
+    "beta": "train.kl_coeff",
+    "epsilon": "train.clip_low",
+    "epsilon_high": "train.clip_high",
+    "max_grad_norm": "train.grad_clip",
+    "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_tokens": "rollout.max_new_tokens",
+    "batch_size": "rollout.prompts_per_iteration",
+    "train_batch_size": "rollout.prompts_per_iteration",
+    "model_name_or_path": "model.path",
+    "policy": "precision.policy",
+    "task": "env.name",
+    "steps": "run.iterations",
+    "max_steps": "run.iterations",
+}
+
+
+def _suggest(prefix: str, key: str) -> str:
+    """The closest valid key and its type: the same name elsewhere first, then a similar one here, then anywhere."""
+    known, wanted = _known_paths(), f"{prefix}{key}"
+    leaf = key.rpartition(".")[2]
+    same_name = [path for path in known if path.rpartition(".")[2] == leaf]
+    here = [path for path in known if path.rpartition(".")[0] == prefix.rstrip(".")]
+    near = (
+        [_ELSEWHERE[leaf]]
+        if leaf in _ELSEWHERE
+        else same_name
+        or difflib.get_close_matches(wanted, here, n=1, cutoff=0.6)
+        or difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
+    )
+    if near:
+        return f"Closest: {near[0]} ({known[near[0]]})."
+    where = f"Keys of {prefix.rstrip('.')}" if prefix else "Sections"
+    return f"{where}: {', '.join(path.rpartition('.')[2] for path in here)}."
+
+
+_SECTION_CLASSES: tuple[type, ...] = (
+    Experiment,
+    PrecisionSettings,
+    ModelSettings,
+    RolloutSettings,
+    EnvSettings,
+    TrainSettings,
+    EvaluationSettings,
+    RunSettings,
+    ResourceSettings,
+    TrackingSettings,
+)
+_LEAVES = {cls: _leaf_class(cls) for cls in _SECTION_CLASSES}

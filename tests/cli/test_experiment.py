@@ -1,0 +1,144 @@
+"""Config files: typed, overridable, and refused with every problem at once."""
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rllib_llm.algorithm.settings import GRPOSettings, ModelSettings, PrecisionSettings, RolloutSettings
+from rllib_llm.experiment import Experiment, ExperimentError
+from rllib_llm.experiment_file import experiment_from_dict, known_keys, load_experiment
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "precision: unified-fp8\nmodel: tiny-chain\ntrain: {lr: 1e-4}\nrollout: {group_size: 4}\n"
+    )
+    return file
+
+
+def test_file_and_overrides_become_a_typed_object(config_file):
+    """File values, shorthands and dotlist overrides arrive with the types of the settings."""
+    overrides = [
+        "precision=mixed-bf16-fp8",
+        "train.lr=2e-4",
+        "train.betas=[0.8, 0.95]",
+        "rollout.top_p=1",
+        "run.seed=3",
+    ]
+    experiment = load_experiment(config_file, overrides)
+    assert experiment.name == "mine"
+    assert experiment.precision.policy == "mixed-bf16-fp8"
+    assert experiment.model.path == "tiny-chain"
+    assert experiment.train.lr == 2e-4
+    assert experiment.train.betas == (0.8, 0.95)
+    assert isinstance(experiment.rollout.top_p, float)
+    assert experiment.rollout.group_size == 4
+    assert experiment.run.seed == 3
+
+
+def test_every_problem_is_listed_with_key_closest_key_and_type(config_file):
+    """One error names all bad overrides, unknown keys (with closest key and its type) and ill-typed values."""
+    bad = [
+        "batchsize=1",
+        "train.learning_rate=1",
+        "rollout.groupsize=8",
+        "rollout.group_size=eight",
+        "train.kl_estimator=k9",
+        "evaluation=3",
+        "run.stop.x=abc",
+        "nonsense",
+    ]
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(config_file, bad)
+    text = str(caught.value)
+    assert len(caught.value.problems) == len(bad)
+    for expected in (
+        "batchsize = 1: no such key.",
+        "train.learning_rate = 1: no such key. Closest: train.lr (float)",
+        "rollout.groupsize = 8: no such key. Closest: rollout.group_size (int)",
+        "rollout.group_size = 'eight' must be int",
+        "train.kl_estimator = 'k9' must be one of 'k1', 'k2', 'k3'",
+        "evaluation = 3 must be a section with interval",
+        "run.stop = {'x': 'abc'} must be a mapping from str to float",
+        "'nonsense' is not an override",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [1", "not valid YAML"),
+        ("- 1\n- 2\n", "must hold a mapping"),
+        ("train: {lr: '${nowhere}'}", "nowhere"),
+    ],
+)
+def test_unreadable_files_are_refused_by_name(tmp_path, text, expected):
+    """A file that is no YAML mapping, or refers to a key that is not there, is refused with the file's name."""
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(ExperimentError, match=r"broken\.yaml") as caught:
+        load_experiment(file)
+    assert expected in str(caught.value)
+
+
+def test_a_missing_file_names_the_shipped_configs(tmp_path):
+    """A path that does not exist is refused and the near shipped name is offered."""
+    with pytest.raises(ExperimentError, match="Did you mean the shipped config 'quickstart'"):
+        load_experiment(tmp_path / "quickstrt.yaml")
+
+
+def test_what_a_file_leaves_open_must_be_given():
+    """`???` in a config is asked for by its key, together with every other problem; given, it is gone."""
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment("local_model", ["model=some-directory", "train.lr=fast"])
+    assert caught.value.problems == (
+        "env.config.path must be given: env.config.path=VALUE.",
+        "train.lr = 'fast' must be float.",
+    )
+    assert load_experiment("local_model", ["model=m", "env.config.path=p"]).env.config["path"] == "p"
+
+
+def test_interpolation_is_resolved(tmp_path):
+    """`${...}` refers to other keys of the config and is resolved before types are checked."""
+    file = tmp_path / "c.yaml"
+    file.write_text("run: {seed: 5, iterations: '${run.seed}'}\n")
+    assert load_experiment(file, ["run.seed=7"]).run.iterations == 7
+
+
+def test_yaml_round_trip():
+    """The resolved YAML of an experiment loads to an equal experiment."""
+    from omegaconf import OmegaConf
+
+    experiment = Experiment(name="x", run=dataclasses.replace(Experiment().run, stop={"env_runners/x": 0.5}))
+    assert experiment_from_dict(OmegaConf.to_container(OmegaConf.create(experiment.to_yaml()))) == experiment
+
+
+def test_known_keys_cover_every_setting():
+    """Every field of every settings class has a key, a type in words and a default."""
+    keys = {key for key, _, _ in known_keys()}
+    for section, cls in (
+        ("precision", PrecisionSettings),
+        ("model", ModelSettings),
+        ("rollout", RolloutSettings),
+        ("train", GRPOSettings),
+    ):
+        for field in dataclasses.fields(cls):
+            assert f"{section}.{field.name}" in keys
+    assert ("train.lr", "float", "1e-06") in known_keys()
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)
+    )
+)
+def test_arbitrary_data_is_refused_in_words(data):
+    """Whatever an unknown section holds, the outcome is an ExperimentError, never another exception."""
+    assume(isinstance(data, dict) and not set(data) <= set(Experiment().to_dict()))
+    with pytest.raises(ExperimentError):
+        experiment_from_dict(data)
