@@ -24,7 +24,7 @@ import torch
 
 from precision_kernels.reference.exact import GRID_BITS, align, exp, exponent_ceiling, lane_sum, log
 from precision_kernels.reference.formats import BLOCK
-from precision_kernels.reference.layout import AttentionLayout, WorkUnit
+from precision_kernels.reference.layout import AttentionLayout
 
 _UNIT_GRID = 1.5 * 2.0 ** (52 - GRID_BITS)
 
@@ -111,10 +111,13 @@ class KVCache:
         self.e[rows, :, positions] = scale
 
     def read(self, rows: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """fp64 (k, u) [n, Hkv, keys, D] and e [n, Hkv, keys] of ``rows`` [n]; rows 0..n-1 are not gathered."""
+        """fp64 (k, u) [n, Hkv, keys, D] and e [n, Hkv, keys] of ``rows`` [n]; consecutive rows are not
+        gathered.
+        """
         parts = [self.k[:, :, :keys], self.u[:, :, :keys], self.e[:, :, :keys]]
-        if torch.equal(rows, torch.arange(len(rows), device=rows.device)):
-            parts = [part[: len(rows)] for part in parts]
+        first = int(rows[0])
+        if torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device)):
+            parts = [part[first : first + len(rows)] for part in parts]
         else:
             parts = [part[rows] for part in parts]
         return parts[0].double(), parts[1].double(), parts[2]
@@ -148,57 +151,50 @@ def attention(
     """
     _check(q, k, v, layout, cache)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if cache is None:
-        keys, units_, scales = prepare_keys_values(k, v)
-    else:
+    if cache is not None:
         cache.append(k, v, layout)
     heads, kv_heads = q.shape[1], k.shape[1]
-    out = torch.empty(q.shape[0], heads, v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    wide_q = align(q)
-    for unit in layout.units():
+    q_rows, k_rows, v_rows = (t.reshape(-1, t.shape[-1]) for t in (q, k, v))
+    out = torch.empty(q_rows.shape[0], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q_rows.shape[0], dtype=torch.float32, device=q.device)
+    for unit in layout.units(heads, kv_heads):
         if cache is None:
-            index = unit.key_index
-            kb, ub, eb = (
-                keys[index].transpose(1, 2),
-                units_[index].transpose(1, 2),
-                scales[index].transpose(1, 2),
-            )
+            prepared = prepare_keys_values(k_rows[unit.key_rows], v_rows[unit.key_rows])
         else:
-            kb, ub, eb = cache.read(layout.rows()[unit.sequences], unit.keys)
-        n, tq = unit.query_index.shape
-        # [n, tq, H, D] -> [n, Hkv, G*tq, D]: the queries that share keys form one matrix
-        qb = wide_q[unit.query_index].view(n, tq, kv_heads, heads // kv_heads, -1).permute(0, 2, 3, 1, 4)
-        o, row_lse = _unit(qb.reshape(n, kv_heads, -1, q.shape[-1]), kb, ub, eb, unit, scale)
-        o = o.view(n, kv_heads, heads // kv_heads, tq, -1).permute(0, 3, 1, 2, 4).reshape(n * tq, heads, -1)
-        row_lse = row_lse.view(n, heads, tq).transpose(1, 2).reshape(n * tq, heads)
-        out[unit.tokens] = o[unit.keep].to(q.dtype)
-        lse[unit.tokens] = row_lse[unit.keep]
-    return out, lse
+            prepared = cache.read(layout.rows()[unit.sequences], unit.keys)
+        o, unit_lse = _attend(align(q_rows[unit.query_rows]), *prepared, unit.hidden, scale)
+        # Queries that pad the unit write the bits of the query they repeat.
+        rows = unit.query_rows.view(-1)
+        out[rows] = o.view(len(rows), -1).to(q.dtype)
+        lse[rows] = unit_lse.view(-1)
+    return out.view(*q.shape[:2], -1), lse.view(q.shape[:2])
 
 
-def _unit(
-    q: torch.Tensor, k: torch.Tensor, u: torch.Tensor, e: torch.Tensor, unit: WorkUnit, scale: float
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    u: torch.Tensor,
+    e: torch.Tensor,
+    hidden: torch.Tensor | None,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp64 q [n, Hkv, R, D], k [n, Hkv, S, D], u [n, Hkv, S, Dv], e [n, Hkv, S] -> (o fp32 [n, Hkv, R, Dv],
     lse [n, Hkv, R]).
     """
-    s = q[..., :BLOCK] @ k[..., :BLOCK].transpose(-1, -2)
+    scores = q[..., :BLOCK] @ k[..., :BLOCK].transpose(-1, -2)
     for start in range(BLOCK, q.shape[-1], BLOCK):
-        s += q[..., start : start + BLOCK] @ k[..., start : start + BLOCK].transpose(-1, -2)
-    s = s.float().mul_(scale)
-    hidden = torch.arange(unit.keys, device=q.device) > unit.positions[..., None]
-    n, tq = unit.positions.shape
-    s.view(n, -1, tq, unit.keys).masked_fill_(hidden[:, None], -math.inf)
+        scores += q[..., start : start + BLOCK] @ k[..., start : start + BLOCK].transpose(-1, -2)
+    s = scores.float().mul_(scale)
+    if hidden is not None:
+        s.view(s.shape[0], -1, *hidden.shape[2:]).masked_fill_(hidden, -math.inf)
     top = s.amax(-1, keepdim=True)
     p = exp(s.sub_(top))
     total = lane_sum(p)
-    weights = p.double().mul_(e.unsqueeze(-2))
+    weights = torch.mul(p, e.unsqueeze(-2), out=scores)
     out = _exact_block(weights[..., :BLOCK], u[..., :BLOCK, :])
-    for start in range(BLOCK, unit.keys, BLOCK):
+    for start in range(BLOCK, u.shape[-2], BLOCK):
         out += _exact_block(weights[..., start : start + BLOCK], u[..., start : start + BLOCK, :])
-    out = (out / total.double().unsqueeze(-1)).float()
-    return out, top[..., 0] + log(total)
+    return out.div_(total.double().unsqueeze(-1)).float(), log(total).add_(top[..., 0])
 
 
 def _exact_block(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -254,33 +250,22 @@ def attention_backward(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     heads, kv_heads = q.shape[1], k.shape[1]
-    q32, k32, v32, do32 = (t.float() for t in (q, k, v, do))
-    delta = (do32 * o.float()).sum(-1)
+    q32, k32, v32, do32 = (t.float().reshape(-1, t.shape[-1]) for t in (q, k, v, do))
+    delta = (do32 * o.float().view_as(do32)).sum(-1)
+    flat_lse = lse.reshape(-1)
     dq, dk, dv = torch.zeros_like(q32), torch.zeros_like(k32), torch.zeros_like(v32)
-    for unit in layout.units():
-        n, tq = unit.query_index.shape
-
-        def rows(t: torch.Tensor, n: int = n, tq: int = tq, unit: WorkUnit = unit) -> torch.Tensor:
-            """[T, H, *] -> [n, Hkv, G*tq, *]"""
-            picked = t[unit.query_index].view(n, tq, kv_heads, heads // kv_heads, -1)
-            return picked.permute(0, 2, 3, 1, 4).reshape(n, kv_heads, heads // kv_heads * tq, -1)
-
-        qb, dob = rows(q32), rows(do32)
-        kb, vb = k32[unit.key_index].transpose(1, 2), v32[unit.key_index].transpose(1, 2)
-        # rows that only pad the unit must not add to dk and dv
-        real = torch.zeros(n * tq, dtype=torch.bool, device=q.device)
-        real[unit.keep] = True
-        visible = (torch.arange(unit.keys, device=q.device) <= unit.positions[..., None]) & real.view(
-            n, tq, 1
-        )
-        p = (qb @ kb.transpose(-1, -2)).mul_(scale).sub_(rows(lse.unsqueeze(-1)))
-        p.view(n, -1, tq, unit.keys).masked_fill_(~visible[:, None], -math.inf)
-        p.exp_()
-        ds = p * ((dob @ vb.transpose(-1, -2)) - rows(delta.unsqueeze(-1))) * scale
-        unit_dq = (ds @ kb).view(n, kv_heads, heads // kv_heads, tq, -1).permute(0, 3, 1, 2, 4)
-        dq[unit.tokens] = unit_dq.reshape(n * tq, heads, -1)[unit.keep]
-        # padding keys repeat a sequence's last token with gradient exactly 0 (they are masked)
-        index = unit.key_index.reshape(-1)
-        dk.index_add_(0, index, (ds.transpose(-1, -2) @ qb).transpose(1, 2).reshape(len(index), kv_heads, -1))
-        dv.index_add_(0, index, (p.transpose(-1, -2) @ dob).transpose(1, 2).reshape(len(index), kv_heads, -1))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    for unit in layout.units(heads, kv_heads):
+        rows, columns = unit.query_rows, unit.key_rows
+        qb, dob, kb, vb = q32[rows], do32[rows], k32[columns], v32[columns]
+        s = (qb @ kb.transpose(-1, -2)).mul_(scale).sub_(flat_lse[rows].unsqueeze(-1))
+        shape = (s.shape[0], heads, -1, unit.keys)
+        for mask in (unit.hidden, unit.padding):
+            if mask is not None:
+                s.view(shape).masked_fill_(mask, -math.inf)
+        p = s.exp_()
+        ds = (dob @ vb.transpose(-1, -2)).sub_(delta[rows].unsqueeze(-1)).mul_(p).mul_(scale)
+        # Padding adds zeros: its p is 0, in rows (queries) by `padding` and in columns (keys) by `hidden`.
+        dq.index_add_(0, rows.view(-1), (ds @ kb).view(rows.numel(), -1))
+        dk.index_add_(0, columns.view(-1), (ds.transpose(-1, -2) @ qb).view(columns.numel(), -1))
+        dv.index_add_(0, columns.view(-1), (p.transpose(-1, -2) @ dob).view(columns.numel(), -1))
+    return dq.view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)

@@ -44,19 +44,36 @@ def exponent_ceiling(amax: torch.Tensor) -> torch.Tensor:
 
 
 def align(x: torch.Tensor) -> torch.Tensor:
-    """Round x [..., K] (fp32/bf16/fp16/fp64-holding-fp32) to its 23-bit block grids, as fp64 [..., K].
+    """Round x [..., K] (fp32/bf16/fp16) to its 23-bit block grids, as fp64 [..., K].
 
     Blocks are 128 along the last dimension. Idempotent, and the result is representable in the input dtype.
-    inf and NaN pass through unchanged (a GEMM then follows IEEE rules, which need no order).
+    inf and NaN pass through unchanged and make the rest of their block 0 or NaN (a GEMM then follows IEEE
+    rules, which need no order).
     """
     k = x.shape[-1]
-    out = x.to(torch.float64, copy=True)
-    for start in range(0, k, BLOCK):
-        part = out[..., start : start + BLOCK]
-        amax = part.abs().amax(-1, keepdim=True).float() if part.numel() else part[..., :1].float()
-        c = _rounder(exponent_ceiling(amax))
-        part.add_(c).sub_(c)
-    return out
+    if k == 0:
+        return x.double()
+    if k > BLOCK and k % BLOCK:
+        return align(pad(x, (0, -k % BLOCK)))[..., :k].contiguous()
+    tiles = x.reshape(*x.shape[:-1], blocks(k), min(k, BLOCK)).float()
+    c = _rounder(exponent_ceiling(tiles.abs().amax(-1, keepdim=True)))
+    return tiles.double().add_(c).sub_(c).view(x.shape)
+
+
+def widen(codes: torch.Tensor) -> torch.Tensor:
+    """e4m3 codes -> fp64, exactly as ``codes.double()`` but six times faster on CPU (0.5 instead of 3 ns
+    each).
+
+    The seven low bits of e4m3, shifted by seven, are an fp16 number 2^8 too small; its conversion to fp32 is
+    exact for subnormals too and, unlike arithmetic on fp32 subnormals, ignores the flush-to-zero mode.
+    """
+    if codes.device.type != "cpu" or codes.numel() == 0:
+        return codes.double()
+    octets = codes.view(torch.int8)
+    if int((octets & 0x7F).max()) == 0x7F:
+        return codes.double()
+    shifted = octets.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080)
+    return shifted.view(torch.float16).float().mul_(256.0).double()
 
 
 SUM_CHUNK = 4096
@@ -100,25 +117,38 @@ _EXP_COEFFICIENTS = (
 )
 
 
+_EXP_CHUNK = 1 << 15
+"""Elements handled at a time: the temporaries then stay in a core's second-level cache."""
+
+
 def exp(x: torch.Tensor) -> torch.Tensor:
     """e^x for fp32 x, from separate fp32 multiplies and adds in a fixed order (a twin must disable FMA
     fusion).
 
-    x is clamped to [-88, 89]; k = rint(x * log2e); r = (x - k*0.693359375) - k*(-2.12194440e-4);
-    p = Horner over the six coefficients above in r; y = (p*r*r + r) + 1; result y * 2^k, with 2^-127 read
-    as 0 and 2^128 as inf. Within 2 ulp of e^x for -87.3 < x < 88.37, 0 or subnormal below, inf above; NaN
-    stays NaN.
-    Coefficients: the classic minimax set of Cephes' expf (S. Moshier).
+    x is clamped to [-88, 89]; k = rint(x * log2e); r = (x - k*0.693359375) - k*(-2.12194440e-4); p = Horner
+    over the six coefficients above in r; y = (p*r*r + r) + 1; result y * 2^k, with 2^-127 read as 0 and
+    2^128 as inf.
+    Within 2 ulp of e^x for -87.3 < x < 88.37, 0 or subnormal below, inf above; NaN stays NaN. Coefficients:
+    the classic minimax set of Cephes' expf (S. Moshier).
     """
-    x = x.clamp(-88.0, 89.0)
-    k = (x * _LOG2E).round_()
-    r = x.sub_(k * _LN2_HIGH).sub_(k * _LN2_LOW)
-    p = r * _EXP_COEFFICIENTS[0]
-    for coefficient in _EXP_COEFFICIENTS[1:-1]:
+    out = torch.clamp(x, -88.0, 89.0).contiguous()
+    for chunk in out.view(-1).split(_EXP_CHUNK) if out.numel() else ():
+        _exp_chunk(chunk)
+    return out
+
+
+def _exp_chunk(r: torch.Tensor) -> None:
+    """`exp` of a clamped vector, in place."""
+    k = (r * _LOG2E).round_()
+    product = k * _LN2_HIGH
+    r.sub_(product)
+    r.sub_(torch.mul(k, _LN2_LOW, out=product))
+    p = torch.mul(r, _EXP_COEFFICIENTS[0], out=product)
+    for coefficient in _EXP_COEFFICIENTS[1:]:
         p.add_(coefficient).mul_(r)
-    p.add_(_EXP_COEFFICIENTS[-1]).mul_(r).mul_(r).add_(r).add_(1.0)
-    power = ((k.to(torch.int32) + 127) << 23).view(torch.float32)
-    return p.mul_(power)
+    p.mul_(r).add_(r).add_(1.0)
+    power = k.to(torch.int32).add_(127).bitwise_left_shift_(23).view(torch.float32)
+    torch.mul(p, power, out=r)
 
 
 _LOG_COEFFICIENTS = tuple(2.0 / (2 * i + 1) for i in range(11, -1, -1))
@@ -152,4 +182,5 @@ __all__ = [
     "fold_lanes",
     "lane_sum",
     "log",
+    "widen",
 ]

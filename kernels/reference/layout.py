@@ -11,26 +11,34 @@ from dataclasses import dataclass, field
 
 import torch
 
-SCORE_BUDGET = 1 << 21
-"""Scores (queries x keys) per head that one work unit may hold; x heads x about 20 bytes of memory."""
+SCORE_BUDGET = 1 << 16
+"""Scores (heads x queries x keys) that one work unit holds, so that its temporaries stay in a core's cache
+(measured).
+"""
+_SHORTEST_QUERY_RANGE = 64
+"""Queries of a long sequence are cut no finer: every range reads all earlier keys again."""
 _RAGGEDNESS = 1.5
+"""A unit may hold this much more than its sequences need, for padding."""
 
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Queries [start, stop) of some sequences, padded to one length, against keys [0, keys).
+    """A range of queries of n sequences, padded to one length tq, against keys [0, keys), for every head.
 
-    ``query_index`` [n, tq] indexes the packed tokens (padding repeats the sequence's last query),
-    ``positions`` [n, tq] are absolute positions, ``keep`` selects from the flattened [n*tq] the true queries,
-    whose packed indices are ``tokens``. ``key_index`` [n, keys] indexes the packed tokens (without a cache).
+    sequences: int64 [n].
+    query_rows: int64 [n, Hkv, G*tq], rows of q viewed as [T*H, D], G = H/Hkv query heads per key/value head.
+    key_rows:   int64 [n, Hkv, keys], rows of k and v viewed as [T*Hkv, D]; without a cache only.
+    hidden:     bool [n, 1, tq, keys], the keys that a query must not see; None if it may see all.
+    padding:    bool [n, 1, tq, 1], queries that only fill the unit: they repeat their sequence's last one,
+    with
+                equal bits; None if there are none.
     """
 
     sequences: torch.Tensor
-    query_index: torch.Tensor
-    positions: torch.Tensor
-    keep: torch.Tensor
-    tokens: torch.Tensor
-    key_index: torch.Tensor
+    query_rows: torch.Tensor
+    key_rows: torch.Tensor
+    hidden: torch.Tensor | None
+    padding: torch.Tensor | None
     keys: int
 
 
@@ -103,59 +111,72 @@ class AttentionLayout:
             self.memo["positions"] = tokens - self.cu_seqlens[:-1][sequence] + self.starts()[sequence]
         return self.memo["positions"]
 
-    def units(self, budget: int = SCORE_BUDGET) -> list[WorkUnit]:
-        """The work units, each at most ``budget`` scores per head (or one query row)."""
-        if ("units", budget) not in self.memo:
-            self.memo["units", budget] = [
-                self._unit(group, start, stop)
-                for group, queries in _groups(self.lengths.tolist(), self.starts().tolist(), budget)
-                for start, stop in queries
+    def units(self, heads: int, kv_heads: int, budget: int = SCORE_BUDGET) -> list[WorkUnit]:
+        """Work units of at most about ``budget`` scores over all heads."""
+        key = ("units", heads, kv_heads, budget)
+        if key not in self.memo:
+            lengths, cached = self.lengths.tolist(), self.starts().tolist()
+            self.memo[key] = [
+                self._unit(group, start, stop, heads, kv_heads)
+                for group in _groups(lengths, cached, budget // heads)
+                for start, stop in _query_ranges(group, lengths, cached, budget // heads)
             ]
-        return self.memo["units", budget]
+        return self.memo[key]
 
-    def _unit(self, group: list[int], start: int, stop: int) -> WorkUnit:
+    def _unit(self, group: list[int], start: int, stop: int, heads: int, kv_heads: int) -> WorkUnit:
         device = self.cu_seqlens.device
         sequences = torch.tensor(group, device=device)
         lengths, cached = self.lengths[sequences], self.starts()[sequences]
         offset = self.cu_seqlens[:-1][sequences]
-        stop = min(stop, int(lengths.max()))
         query = torch.arange(start, stop, device=device)[None, :]
         clamped = torch.minimum(query, lengths[:, None] - 1)
-        keep = (query < lengths[:, None]).reshape(-1).nonzero()[:, 0]
-        query_index = offset[:, None] + clamped
         keys = int((cached + lengths.clamp(max=stop)).max())
-        key = torch.minimum(torch.arange(keys, device=device)[None, :], lengths[:, None] - 1)
+        key = torch.arange(keys, device=device)
+        hidden = key > (cached[:, None] + clamped)[:, None, :, None]
+        padding = (query >= lengths[:, None])[:, None, :, None]
+        key_tokens = offset[:, None] + torch.minimum(key[None, :], lengths[:, None] - 1)
         return WorkUnit(
-            sequences, query_index, cached[:, None] + clamped, keep, query_index.reshape(-1)[keep],
-            offset[:, None] + key, keys,
-        )  # fmt: skip
+            sequences,
+            _head_rows(offset[:, None] + clamped, heads).reshape(len(group), kv_heads, -1),
+            _head_rows(key_tokens, kv_heads),
+            hidden if bool(hidden.any()) else None,
+            padding if bool(padding.any()) else None,
+            keys,
+        )
 
 
-def _groups(
-    lengths: list[int], cached: list[int], budget: int
-) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    """Sequences of similar size together, each group with its query ranges."""
-    sizes = [n * (n + c) for n, c in zip(lengths, cached, strict=True)]
-    longest, deepest = max(lengths), max(n + c for n, c in zip(lengths, cached, strict=True))
-    padded = len(sizes) * longest * deepest
-    if padded <= budget and padded <= _RAGGEDNESS * sum(sizes) + 4096:
-        return [(list(range(len(sizes))), [(0, longest)])]
-    order = sorted(range(len(sizes)), key=lambda i: (lengths[i], cached[i]), reverse=True)
+def _head_rows(tokens: torch.Tensor, heads: int) -> torch.Tensor:
+    """Packed token indices [n, t] -> rows of a [T, heads, D] tensor viewed as [T*heads, D], int64 [n,
+    heads, t].
+    """
+    return tokens[:, None, :] * heads + torch.arange(heads, device=tokens.device)[None, :, None]
+
+
+def _groups(lengths: list[int], cached: list[int], budget: int) -> list[list[int]]:
+    """Sequences of similar size together; in their own order when all have one length (decode)."""
+    order = list(range(len(lengths)))
+    if len(set(lengths)) > 1:
+        order.sort(key=lambda i: (lengths[i], cached[i]), reverse=True)
     groups: list[list[int]] = []
-    for index in order:
+    longest = deepest = needed = 0
+    for i in order:
+        depth = lengths[i] + cached[i]
+        size = lengths[i] * depth
         if groups:
-            members = [*groups[-1], index]
-            area = (
-                len(members) * max(lengths[i] for i in members) * max(lengths[i] + cached[i] for i in members)
-            )
-            if area <= budget and area <= _RAGGEDNESS * sum(sizes[i] for i in members):
-                groups[-1] = members
+            area = (len(groups[-1]) + 1) * max(longest, lengths[i]) * max(deepest, depth)
+            if area <= budget and (area <= _RAGGEDNESS * (needed + size) or area <= budget // 8):
+                groups[-1].append(i)
+                longest, deepest, needed = max(longest, lengths[i]), max(deepest, depth), needed + size
                 continue
-        groups.append([index])
-    result = []
-    for group in groups:
-        longest = max(lengths[i] for i in group)
-        deepest = max(lengths[i] + cached[i] for i in group)
-        step = max(1, budget // (len(group) * deepest))
-        result.append((group, [(start, min(start + step, longest)) for start in range(0, longest, step)]))
-    return result
+        groups.append([i])
+        longest, deepest, needed = lengths[i], depth, size
+    return groups
+
+
+def _query_ranges(
+    group: list[int], lengths: list[int], cached: list[int], budget: int
+) -> list[tuple[int, int]]:
+    longest = max(lengths[i] for i in group)
+    deepest = max(lengths[i] + cached[i] for i in group)
+    step = max(_SHORTEST_QUERY_RANGE, budget // (len(group) * deepest))
+    return [(start, min(start + step, longest)) for start in range(0, longest, step)]

@@ -2,19 +2,21 @@
 
 Block FP8, for output element (i, j) and contraction blocks b = 0, 1, ... of 128 in ascending order::
 
-    acc = acc + fp32(sum over the block of code_a * code_b) * fp32(scale_a * scale_b)        (fp32, separate
-    roundings)
+    acc = acc + fp32(sum over the block of code_a * code_b) * fp32(scale_a * scale_b)      (fp32, no FMA)
 
-and one rounding of acc to the output dtype at the end. The sum over a block is exact in fp64 (codes lie on a
-2^-9 grid: products need 44 bits, `exact`), so bits do not depend on shape, threads, library or device.
+from the first block's term on, and one rounding of acc to the output dtype at the end. The sum over a block
+is exact in fp64 (codes lie on a 2^-9 grid: products need 44 bits, `exact`), so bits do not depend on shape,
+threads, library or device.
 Hopper's tensor cores accumulate with fewer bits; a twin there is equal to itself, and close to this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 
-from precision_kernels.reference.exact import align
+from precision_kernels.reference.exact import align, widen
 from precision_kernels.reference.formats import BLOCK, Quantised, blocks
 
 
@@ -28,21 +30,50 @@ def _expect(name: str, **operands: tuple[Quantised, str]) -> None:
         raise ValueError(f"{name}: " + "; ".join(wrong))
 
 
+_TILE_ELEMENTS = 1 << 16
+"""Output elements handled at a time: their fp64 products and fp32 sums then stay in a core's second-level
+cache.
+"""
+
+
+def _memo(q: Quantised, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    if key not in q.operands:
+        q.operands[key] = make()
+    return q.operands[key]
+
+
 def _wide(q: Quantised) -> torch.Tensor:
-    """The codes as fp64, memoised on weights only (they are used again; activations are not)."""
-    if q.kind != "128x128":
-        return q.codes.double()
-    if "fp64" not in q.operands:
-        q.operands["fp64"] = q.codes.double()
-    return q.operands["fp64"]
+    """The codes as fp64."""
+    return _memo(q, "fp64", lambda: widen(q.codes))
 
 
-def _accumulate(a: torch.Tensor, b: torch.Tensor, scales, out: torch.Tensor) -> torch.Tensor:
-    """out += sum over 128-blocks of (a[:, block] @ b[block, :]) * scales(block); a [M, K], b [K, N] fp64."""
-    for index in range(blocks(a.shape[1])):
-        part = slice(index * BLOCK, (index + 1) * BLOCK)
-        product = (a[:, part] @ b[part]).float()
-        out += product.mul_(scales(index))
+def _row_tiles(rows: int, columns: int) -> Iterator[slice]:
+    step = max(BLOCK, _TILE_ELEMENTS // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
+
+
+def _accumulate(
+    a: torch.Tensor, b: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, fresh: bool
+) -> torch.Tensor:
+    """The sum of the module docstring: fp64 a [M, K], b [K, N], fp32 left [blocks, M], right [blocks, N] ->
+    out [M, N].
+
+    ``fresh``: out is uninitialised, the first block's term starts the sum; otherwise everything is added to
+    it.
+    """
+    if a.shape[1] == 0 and fresh:
+        return out.zero_()
+    for rows in _row_tiles(*out.shape):
+        acc = out[rows]
+        for i in range(blocks(a.shape[1])):
+            part = slice(i * BLOCK, (i + 1) * BLOCK)
+            product = (a[rows, part] @ b[part]).float()
+            scale = left[i, rows, None] * right[i]
+            if fresh and i == 0:
+                torch.mul(product, scale, out=acc)
+            else:
+                acc += product.mul_(scale)
     return out
 
 
@@ -53,22 +84,18 @@ def block_fp8_matmul(a: Quantised, b: Quantised, out_dtype: torch.dtype = torch.
     """
     _expect("block_fp8_matmul", a=(a, "1x128"), b=(b, "128x128"))
     _same_contraction("block_fp8_matmul", "a columns", a.shape[1], "b columns", b.shape[1])
-    n = b.shape[0]
-    rows = b.scales.repeat_interleave(BLOCK, 0)[:n]
-    out = torch.zeros(a.shape[0], n, dtype=torch.float32, device=a.codes.device)
-    _accumulate(_wide(a), _wide(b).T, lambda i: a.scales[:, i, None] * rows[None, :, i], out)
-    return out.to(out_dtype)
+    right = _memo(b, "rows", lambda: b.scales.T.repeat_interleave(BLOCK, 1)[:, : b.shape[0]].contiguous())
+    out = torch.empty(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
+    return _accumulate(_wide(a), _wide(b).T, a.scales.T, right, out, fresh=True).to(out_dtype)
 
 
 def dgrad_fp8_matmul(dy: Quantised, w: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Input gradient: dy [M, N] in 1x128 (along N), w [N, K] in 128x128 -> dy @ w [M, K] in ``out_dtype``."""
     _expect("dgrad_fp8_matmul", dy=(dy, "1x128"), w=(w, "128x128"))
     _same_contraction("dgrad_fp8_matmul", "dy columns", dy.shape[1], "w rows", w.shape[0])
-    k = w.shape[1]
-    columns = w.scales.repeat_interleave(BLOCK, 1)[:, :k]
-    out = torch.zeros(dy.shape[0], k, dtype=torch.float32, device=dy.codes.device)
-    _accumulate(_wide(dy), _wide(w), lambda i: dy.scales[:, i, None] * columns[None, i], out)
-    return out.to(out_dtype)
+    right = _memo(w, "columns", lambda: w.scales.repeat_interleave(BLOCK, 1)[:, : w.shape[1]].contiguous())
+    out = torch.empty(dy.shape[0], w.shape[1], dtype=torch.float32, device=dy.codes.device)
+    return _accumulate(_wide(dy), _wide(w), dy.scales.T, right, out, fresh=True).to(out_dtype)
 
 
 def wgrad_fp8_matmul(dy: Quantised, x: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,9 +106,10 @@ def wgrad_fp8_matmul(dy: Quantised, x: Quantised, out: torch.Tensor | None = Non
     """
     _expect("wgrad_fp8_matmul", dy=(dy, "128x1"), x=(x, "128x1"))
     _same_contraction("wgrad_fp8_matmul", "dy rows", dy.shape[0], "x rows", x.shape[0])
+    fresh = out is None
     if out is None:
-        out = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.codes.device)
-    return _accumulate(_wide(dy).T, _wide(x), lambda i: dy.scales[i, :, None] * x.scales[None, i], out)
+        out = torch.empty(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.codes.device)
+    return _accumulate(_wide(dy).T, _wide(x), dy.scales, x.scales, out, fresh)
 
 
 def _same_contraction(name: str, left: str, a: int, right: str, b: int) -> None:
@@ -121,11 +149,14 @@ def invariant_matmul(
             f"invariant_matmul: x [M, K] and w [N, K] are needed, got {tuple(x.shape)} and {tuple(w.shape)}"
         )
     aligned = w.aligned if isinstance(w, AlignedWeight) else align(w)
-    wide = align(x)
-    acc = wide[:, :BLOCK] @ aligned[:, :BLOCK].T
-    for start in range(BLOCK, x.shape[1], BLOCK):
-        acc += wide[:, start : start + BLOCK] @ aligned[:, start : start + BLOCK].T
-    return acc.float().to(out_dtype or x.dtype)
+    out = torch.empty(x.shape[0], w.shape[0], dtype=out_dtype or x.dtype, device=x.device)
+    for rows in _row_tiles(*out.shape):
+        wide = align(x[rows])
+        acc = wide[:, :BLOCK] @ aligned[:, :BLOCK].T
+        for start in range(BLOCK, x.shape[1], BLOCK):
+            acc += wide[:, start : start + BLOCK] @ aligned[:, start : start + BLOCK].T
+        out[rows] = acc.float().to(out.dtype)
+    return out
 
 
 def dgrad_matmul(dy: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
