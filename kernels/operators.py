@@ -282,8 +282,9 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dlogp, dentropy):
-        backward = implementation("token_logprobs_backward", ctx.saved_tensors[0].device.type)
-        return backward(dlogp, dentropy, *ctx.saved_tensors, ctx.temperature), None, None, None
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint recomputes on the first access only
+        backward = implementation("token_logprobs_backward", saved[0].device.type)
+        return backward(dlogp, dentropy, *saved, ctx.temperature), None, None, None
 
 
 def token_logprobs(
