@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,39 +67,50 @@ class Attestation:
         found += [
             Violation(k, ABSENT, "missing", "give Attestation.to_dict()") for k in needed if k not in data
         ]
+        for name in _MAPPINGS:
+            if name in data and not isinstance(data[name], dict):
+                found.append(Violation(name, data[name], "is not a mapping", "give Attestation.to_dict()"))
         if found:
             raise PolicyError("attestation", found)
         return cls(**data)
 
 
-def compare_attestations(policy: PrecisionPolicy, a: Attestation, b: Attestation) -> None:
-    """Raises PrecisionMismatchError listing everything in which `a` and `b` break the contract of `policy`.
+def compare_attestations(policy: PrecisionPolicy, a: Attestation, b: Attestation, *more: Attestation) -> None:
+    """Raises PrecisionMismatchError with everything in which `b` (and `more`), set beside `a`, break the contract.
 
     Always compared: fingerprint (with the policy's own too), plan, scale format, weights that both hold,
     environment variables against the policy's table. Under `operators: shared` also operators, versions of
-    libraries that both have, tensor parallelism, and any other variable that both attest. Overridden
-    operators are reported by a warning.
+    libraries that both have, tensor parallelism, and any other variable that both attest. Operators that the
+    policy overrides may differ; they are reported by a PrecisionOverrideWarning.
     """
-    violations = list(_identity(policy, a, b))
-    for side in (a, b):
-        violations += _environment(policy, side)
-    violations += _pairwise(
-        "weights", a, b, "send the weights again; if it stays, the engine changes them on load"
+    violations = list(_alone(policy, a))
+    for other in (b, *more):
+        violations += _alone(policy, other)
+        violations += _pair(policy, a, other)
+    if violations:
+        others = ", ".join(other.side for other in (b, *more))
+        subject = f"precision contract of policy '{policy.name}' between {a.side} and {others}"
+        raise PrecisionMismatchError(subject, violations)
+
+
+def _alone(policy: PrecisionPolicy, side: Attestation) -> Iterator[Violation]:
+    yield from _identity(policy, side)
+    yield from _environment(policy, side)
+    if policy.operators == "shared" and not side.operators:
+        remedy = "attest what is bound (precision_kernels.bound_implementations)"
+        yield Violation(f"{side.side}.operators", {}, "are not attested, so sharing cannot be seen", remedy)
+
+
+def _pair(policy: PrecisionPolicy, a: Attestation, b: Attestation) -> Iterator[Violation]:
+    yield from _field("plan_hash", a, b, "resolve the policy on the same model config on both sides")
+    yield from _pairwise(
+        "weights", a, b, "send all weights again; if it stays, the engine changes them on load"
     )
     if policy.operators == "shared":
-        violations += _operators(policy, a, b)
-        violations += _pairwise("versions", a, b, "install the same version on both sides")
-        table = expected(policy)
-        remedy = "set it equally on both sides"
-        violations += [
-            v for v in _pairwise("environment", a, b, remedy) if v.key.split("environment.")[1] not in table
-        ]
-        violations += _field(
-            "tensor_parallel", a, b, "use one layout: partial sums are added in another order"
-        )
-    if violations:
-        subject = f"precision contract of policy '{policy.name}' between {a.side} and {b.side}"
-        raise PrecisionMismatchError(subject, violations)
+        yield from _operators(policy, a, b)
+        yield from _pairwise("versions", a, b, "install the same version on both sides")
+        yield from _pairwise("environment", a, b, "set it equally on both sides", without=expected(policy))
+        yield from _field("tensor_parallel", a, b, "use one layout: partial sums are added in another order")
 
 
 def weight_receipt_violations(
@@ -117,24 +128,26 @@ def weight_receipt_violations(
 
 
 def _field(name: str, a: Attestation, b: Attestation, remedy: str) -> Iterator[Violation]:
-    ours, theirs = getattr(a, name), getattr(b, name)
+    yield from _differs(name, a, getattr(a, name), b, getattr(b, name), remedy)
+
+
+def _differs(
+    key: str, a: Attestation, ours: Any, b: Attestation, theirs: Any, remedy: str
+) -> Iterator[Violation]:
     if ours != theirs:
-        yield Violation(name, ours, f"{a.side} has {ours!r}, {b.side} has {theirs!r}", remedy)
+        problem = f"{b.side}.{key} = {theirs!r} is not equal"
+        yield Violation(f"{a.side}.{key}", ours, problem, remedy)
 
 
-def _identity(policy: PrecisionPolicy, a: Attestation, b: Attestation) -> Iterator[Violation]:
-    for side in (a, b):
-        if side.policy_fingerprint != policy.fingerprint:
-            problem = f"policy '{policy.name}' has {policy.fingerprint}"
-            remedy = "give both sides the same policy (`rllib-llm policy diff` shows the difference)"
-            yield Violation(f"{side.side}.policy_fingerprint", side.policy_fingerprint, problem, remedy)
-        if side.scale_format != policy.scale_format:
-            problem = f"the policy wants {policy.scale_format}"
-            remedy = (
-                "the weights were quantised again on load; see VLLM_USE_DEEP_GEMM_E8M0 in docs/policies.md"
-            )
-            yield Violation(f"{side.side}.scale_format", side.scale_format, problem, remedy)
-    yield from _field("plan_hash", a, b, "resolve the policy on the same model config on both sides")
+def _identity(policy: PrecisionPolicy, side: Attestation) -> Iterator[Violation]:
+    if side.policy_fingerprint != policy.fingerprint:
+        problem = f"policy '{policy.name}' has {policy.fingerprint}"
+        remedy = "give both sides the same policy (`rllib-llm policy diff` shows the difference)"
+        yield Violation(f"{side.side}.policy_fingerprint", side.policy_fingerprint, problem, remedy)
+    if side.scale_format != policy.scale_format:
+        problem = f"the policy wants {policy.scale_format}"
+        remedy = "the weights were quantised again on load: VLLM_USE_DEEP_GEMM_E8M0, docs/policies.md"
+        yield Violation(f"{side.side}.scale_format", side.scale_format, problem, remedy)
 
 
 def _environment(policy: PrecisionPolicy, side: Attestation) -> Iterator[Violation]:
@@ -148,12 +161,12 @@ def _environment(policy: PrecisionPolicy, side: Attestation) -> Iterator[Violati
             yield Violation(f"{side.side}.environment.{name}", value, problem, remedy)
 
 
-def _pairwise(name: str, a: Attestation, b: Attestation, remedy: str) -> Iterator[Violation]:
+def _pairwise(
+    name: str, a: Attestation, b: Attestation, remedy: str, without: Collection[str] = ()
+) -> Iterator[Violation]:
     ours, theirs = getattr(a, name), getattr(b, name)
-    for key in sorted(ours.keys() & theirs.keys()):
-        if ours[key] != theirs[key]:
-            problem = f"{a.side} has {ours[key]!r}, {b.side} has {theirs[key]!r}"
-            yield Violation(f"{name}.{key}", ours[key], problem, remedy)
+    for key in sorted((ours.keys() & theirs.keys()).difference(without)):
+        yield from _differs(f"{name}.{key}", a, ours[key], b, theirs[key], remedy)
 
 
 def _operators(policy: PrecisionPolicy, a: Attestation, b: Attestation) -> Iterator[Violation]:
@@ -165,6 +178,6 @@ def _operators(policy: PrecisionPolicy, a: Attestation, b: Attestation) -> Itera
             continue  # formats differ by policy, so one side may need operators that the other does not
         if op in policy.operator_overrides:
             text = f"operator '{op}' differs by override: {a.side} {one}, {b.side} {other}"
-            warnings.warn(text, PrecisionOverrideWarning, stacklevel=4)
+            warnings.warn(text, PrecisionOverrideWarning, stacklevel=2)
             continue
-        yield Violation(f"operators.{op}", one, f"{a.side} has {one}, {b.side} has {other}", remedy)
+        yield from _differs(f"operators.{op}", a, one, b, other, remedy)

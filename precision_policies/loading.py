@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml  # PyYAML is what OmegaConf reads with; needed for its errors and its event stream
 from omegaconf import DictConfig, OmegaConf
@@ -87,7 +88,16 @@ def _locate(source: str, folder: Path, subject: str, key: str) -> Path:
     return shipped[source]
 
 
+@functools.cache
+def _read_shipped(path: Path) -> dict[str, Any]:
+    return _read_file(path)  # never changed by those who get it: `migrate` and `_merge` copy
+
+
 def _read(path: Path) -> dict[str, Any]:
+    return _read_shipped(path) if path in available().values() else _read_file(path)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             violation = Violation(
@@ -102,48 +112,50 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, origin: str) -> dict[str, Any]:
-    """Plain data of one YAML document. Aliases (they can blow up memory) and depth beyond 32 are refused."""
+    """Plain data of one YAML document whose root is a mapping (or of an empty one).
+
+    Aliases (they can blow up memory), depth beyond 32 and text beyond 256 KiB are refused. Raises PolicyError.
+    """
     if len(text) > MAX_BYTES:
         raise _not_yaml(origin, f"is longer than {MAX_BYTES} characters")
     try:
-        _refuse_aliases_and_depth(text, origin)
-        data: Any = OmegaConf.create(text) if text.strip() else {}
-        if not isinstance(data, DictConfig):
-            return _container(data, origin) if data == {} else _must_be_mapping(origin, text)
-        return _container(data, origin)
+        if not _is_mapping(text, origin):
+            return {}
+        return _container(OmegaConf.create(text), origin)
     except PolicyError:
         raise
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
         raise _not_yaml(origin, f"is not YAML that can be read: {error}") from error
 
 
-def _must_be_mapping(origin: str, text: str) -> dict[str, Any]:
-    raise PolicyError(origin, [Violation("policy", text, "is not a mapping", "write 'key: value' lines")])
-
-
 def _not_yaml(origin: str, problem: str) -> PolicyError:
     return PolicyError(origin, [Violation("file", origin, problem, "correct the YAML")])
 
 
-def _refuse_aliases_and_depth(text: str, origin: str) -> None:
-    depth = 0
+def _is_mapping(text: str, origin: str) -> bool:
+    """Whether there is a document (a mapping) at all; refuses every other shape from the event stream alone."""
+    depth = documents = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise _not_yaml(origin, f"uses the YAML alias '*{event.anchor}', which policies do not allow")
+        if isinstance(event, yaml.NodeEvent) and depth == 0:
+            documents += 1
+            if documents > 1:
+                raise _not_yaml(origin, "holds more than one YAML document")
+            if not isinstance(event, yaml.MappingStartEvent):
+                raise _not_yaml(origin, "is not a mapping (lines of 'key: value')")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise _not_yaml(origin, f"is nested deeper than {MAX_DEPTH}")
+    return documents == 1
 
 
 def _container(config: Any, origin: str, resolve: bool = False) -> dict[str, Any]:
-    if config == {} and isinstance(config, dict):
-        return {}
     try:
         data = OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve)
     except OmegaConfBaseException as error:
         raise _not_yaml(origin, f"cannot be resolved: {error}") from error
-    assert isinstance(data, dict)
-    return data  # type: ignore[return-value]
+    return cast(dict[str, Any], data)
 
 
 def _inherit(data: dict[str, Any], folder: Path, origin: str, chain: tuple[str, ...]) -> dict[str, Any]:

@@ -60,25 +60,27 @@ class PrecisionPolicy:
     clip_calibration: schema.ClipCalibration = doc("clip range against quantisation noise")
     guard: schema.Guard = doc("tolerated train-rollout mismatch")
 
+    def __post_init__(self) -> None:
+        """Checks everything again, so that `dataclasses.replace` cannot make a policy that cannot be."""
+        _, found = _read(type(self), self.to_dict())
+        if found:
+            raise PolicyError(f"policy '{self.name}'", found)
+        for op, why in sorted(self.operator_overrides.items()):
+            text = f"policy '{self.name}' lets operator '{op}' differ between training and rollout: {why}"
+            warnings.warn(text, PrecisionOverrideWarning, stacklevel=4)
+
     @classmethod
     def from_dict(cls, data: dict[str, Any], origin: str = "") -> PrecisionPolicy:
         """A policy from a complete tree of plain data. Raises PolicyError with every violation in it."""
-        found: list[Violation] = []
         if not isinstance(data, dict):
             raise PolicyError(
-                "policy", [Violation("policy", data, "must be a mapping", "give the keys of a policy")]
+                "policy", [Violation("policy", data, "must be a mapping", "give a policy's keys")]
             )
-        values = coerce.build_parts(cls, data, "", found)
-        broken = set(coerce.hints(cls)) - set(values)
-        found += rules.check(types.SimpleNamespace(**values), broken)
+        values, found = _read(cls, data)
         if found:
             name = data.get("name") if isinstance(data.get("name"), str) else "?"
             raise PolicyError(f"policy '{name}'{f' ({origin})' if origin else ''}", found)
-        policy = cls(**values)
-        for op, why in sorted(policy.operator_overrides.items()):
-            text = f"policy '{policy.name}' lets operator '{op}' differ between training and rollout: {why}"
-            warnings.warn(text, PrecisionOverrideWarning, stacklevel=2)
-        return policy
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON- and YAML-able); `from_dict` of it is equal to this policy."""
@@ -151,6 +153,14 @@ class PrecisionPolicy:
 
     def __reduce__(self) -> Any:  # pickles as data, so that a cached fingerprint never travels
         return _unpickle, (self.to_dict(),)
+
+
+def _read(cls: type, data: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
+    """Field values and violations; rules run on whatever is well-formed, so that one message has both."""
+    found: list[Violation] = []
+    values = coerce.build_parts(cls, data, "", found)
+    broken = set(coerce.hints(cls)) - set(values)
+    return values, found + rules.check(types.SimpleNamespace(**values), broken)
 
 
 def _unpickle(data: dict[str, Any]) -> PrecisionPolicy:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import textwrap
+import typing
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from .coerce import describe, hints
+from .coerce import describe, hints, optional_part
 from .policy import PrecisionPolicy
 
 _WIDTH = 100
@@ -39,8 +41,14 @@ def _section(part: Any, lines: list[str], depth: int, comments: bool) -> None:
             lines.append(f"{pad}{field.name}:")
             _section(value, lines, depth + 1, comments)
         else:
-            plain = (
-                list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
-            )
-            dumped = OmegaConf.to_yaml(OmegaConf.create({field.name: plain}), sort_keys=True)
-            lines += [pad + line for line in dumped.rstrip("\n").split("\n")]
+            lines += [pad + line for line in _entry(field.name, value, types[field.name])]
+
+
+def _entry(key: str, value: Any, hint: Any) -> list[str]:
+    """Lines of `key: value`. Closed choices and numbers need no quotes; everything else is left to YAML."""
+    if value is None or isinstance(value, bool | int | float):
+        return [f"{key}: {json.dumps(value)}"]
+    if typing.get_origin(optional_part(hint) or hint) is typing.Literal:
+        return [f"{key}: {value}"]
+    plain = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
+    return OmegaConf.to_yaml(OmegaConf.create({key: plain}), sort_keys=True).rstrip("\n").split("\n")
