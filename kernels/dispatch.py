@@ -29,6 +29,7 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
 OPERATORS: tuple[str, ...] = (
     "quantise_activation",
     "quantise_columns",
+    "quantise_both",
     "quantise_weight",
     "block_fp8_matmul",
     "dgrad_fp8_matmul",

@@ -125,11 +125,12 @@ class _Linears(torch.autograd.Function):
     def forward(ctx, x, formats, prepared, quantised, out_dtype, *parameters):
         weights, biases = parameters[: len(prepared)], parameters[len(prepared) :]
         device = x.device.type
+        trained = any(w is not None and w.requires_grad for w in weights)
+        columns = None
         if formats.forward == "fp8":
             if quantised is None:
-                quantised = implementation("quantise_activation", device)(
-                    x, formats.scale_format, formats.scale_floor
-                )
+                both = trained and formats.saved == formats.wgrad == "fp8"
+                quantised, columns = _quantise(x, formats, both)
             matmul = implementation("block_fp8_matmul", device)
             outputs = [matmul(quantised, p.quantised, out_dtype) for p in prepared]
         else:
@@ -139,52 +140,67 @@ class _Linears(torch.autograd.Function):
         outputs = [y if b is None else y + b.to(y.dtype) for y, b in zip(outputs, biases, strict=True)]
         ctx.formats, ctx.prepared, ctx.dtype = formats, prepared, x.dtype
         ctx.saved_kind = ""
-        if any(w is not None and w.requires_grad for w in weights):
-            ctx.saved_kind, tensors = _saved(x, formats, quantised)
+        if trained:
+            ctx.saved_kind, tensors = _saved(x, formats, quantised, columns)
             ctx.save_for_backward(*tensors)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx, *grads):
         count = len(ctx.prepared)
-        dx = _dgrad(grads, ctx.prepared, ctx.formats, ctx.dtype) if ctx.needs_input_grad[0] else None
+        codes: list[tuple[Quantised | None, Quantised | None]] = [(None, None)] * count
+        if ctx.needs_input_grad[0] and ctx.formats.dgrad == "fp8":
+            wgrads = [ctx.formats.wgrad == "fp8" and needed for needed in ctx.needs_input_grad[5 : 5 + count]]
+            codes = [
+                (None, None) if dy is None else _quantise(dy, ctx.formats, wgrad)
+                for dy, wgrad in zip(grads, wgrads, strict=True)
+            ]
+        rows, columns = zip(*codes, strict=True)
+        dx = _dgrad(grads, rows, ctx.prepared, ctx.formats, ctx.dtype) if ctx.needs_input_grad[0] else None
         dweights: list[torch.Tensor | None] = [None] * count
         dbiases: list[torch.Tensor | None] = [None] * count
         if ctx.saved_kind:
             product = _wgrad(ctx.saved_kind, ctx.saved_tensors, ctx.formats)
         for i, dy in enumerate(grads):
             if dy is not None and ctx.needs_input_grad[5 + i]:
-                dweights[i] = product(dy)
+                dweights[i] = product(dy, columns[i])
             if dy is not None and ctx.needs_input_grad[5 + count + i]:
                 dbiases[i] = dy.float().sum(0)
         return dx, None, None, None, None, *dweights, *dbiases
 
 
+def _quantise(
+    x: torch.Tensor, formats: LinearFormats, both: bool
+) -> tuple[Quantised, Quantised | None]:
+    """The 1x128 codes of x and, if ``both``, its 128x1 codes from the same read."""
+    scale = (formats.scale_format, formats.scale_floor)
+    if both:
+        return implementation("quantise_both", x.device.type)(x, *scale)
+    return implementation("quantise_activation", x.device.type)(x, *scale), None
+
+
 def _saved(
-    x: torch.Tensor, formats: LinearFormats, quantised: Quantised | None
+    x: torch.Tensor, formats: LinearFormats, quantised: Quantised | None, columns: Quantised | None
 ) -> tuple[str, tuple[torch.Tensor, ...]]:
     """What the wgrad will need of x, in the format of the policy: (kind, tensors)."""
     if formats.saved != "fp8":
         return "values", (x.to(DTYPES[formats.saved]),)
     scale = (formats.scale_format, formats.scale_floor)
     if formats.wgrad == "fp8":
-        codes = implementation("quantise_columns", x.device.type)(x, *scale)
+        codes = columns or implementation("quantise_columns", x.device.type)(x, *scale)
     else:
         codes = quantised or implementation("quantise_activation", x.device.type)(x, *scale)
     return codes.kind, (codes.codes, codes.scales)
 
 
-def _dgrad(grads, prepared, formats: LinearFormats, dtype: torch.dtype) -> torch.Tensor | None:
-    """Sum over the linears of dy W: in fp32 if there are several, one rounding."""
-    terms = [(dy, p) for dy, p in zip(grads, prepared, strict=True) if dy is not None]
+def _dgrad(grads, rows, prepared, formats: LinearFormats, dtype: torch.dtype) -> torch.Tensor | None:
+    """Sum over the linears of dy W: in fp32 if there are several, one rounding. ``rows``: 1x128 codes of the grads."""
+    terms = [(dy, codes, p) for dy, codes, p in zip(grads, rows, prepared, strict=True) if dy is not None]
     out_dtype = dtype if len(terms) == 1 else torch.float32
     total = None
-    for dy, p in terms:
+    for dy, codes, p in terms:
         device = dy.device.type
         if formats.dgrad == "fp8":
-            codes = implementation("quantise_activation", device)(
-                dy, formats.scale_format, formats.scale_floor
-            )
             term = implementation("dgrad_fp8_matmul", device)(codes, p.dgrad_operand(), out_dtype)
         else:
             term = implementation("dgrad_matmul", device)(
@@ -195,7 +211,7 @@ def _dgrad(grads, prepared, formats: LinearFormats, dtype: torch.dtype) -> torch
 
 
 def _wgrad(kind: str, tensors: tuple[torch.Tensor, ...], formats: LinearFormats):
-    """The function dy -> dW fp32 [N, K] for the saved input."""
+    """The function (dy, its 128x1 codes if at hand) -> dW fp32 [N, K] for the saved input."""
     device = tensors[0].device.type
     scale = (formats.scale_format, formats.scale_floor)
     if formats.wgrad == "fp8":
@@ -205,14 +221,14 @@ def _wgrad(kind: str, tensors: tuple[torch.Tensor, ...], formats: LinearFormats)
             if kind == "128x1"
             else quantise(tensors[0], *scale)
         )
-        return lambda dy: implementation("wgrad_fp8_matmul", device)(quantise(dy, *scale), x)
+        return lambda dy, codes: implementation("wgrad_fp8_matmul", device)(codes or quantise(dy, *scale), x)
     dtype = DTYPES[formats.wgrad]
     saved = (
         tensors[0]
         if kind == "values"
         else Quantised(*tensors, "1x128", formats.scale_format).dequantise(dtype)
     )
-    return lambda dy: implementation("wgrad_matmul", device)(dy.to(dtype), saved.to(dtype))
+    return lambda dy, codes: implementation("wgrad_matmul", device)(dy.to(dtype), saved.to(dtype))
 
 
 Weight = torch.Tensor | Quantised | PreparedWeight

@@ -27,7 +27,7 @@ from precision_kernels.reference.matmul import (
     wgrad_matmul,
 )
 from precision_kernels.reference.norm import add_rms_norm, rms_norm, rms_norm_backward
-from precision_kernels.reference.quantise import quantise_activation, quantise_columns, quantise_weight
+from precision_kernels.reference.quantise import quantise_activation, quantise_both, quantise_columns, quantise_weight
 from precision_kernels.reference.rotary import rotary, rotary_backward, rotary_cos_sin
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "log_softmax_backward",
     "pack_weight",
     "quantise_activation",
+    "quantise_both",
     "quantise_columns",
     "quantise_weight",
     "rms_norm",

@@ -111,16 +111,14 @@ class KVCache:
         self.e[rows, :, positions] = scale
 
     def read(self, rows: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """fp64 (k, u) [n, Hkv, keys, D] and e [n, Hkv, keys] of ``rows`` [n]; consecutive rows are not
-        gathered.
-        """
+        """k, u [n, Hkv, keys, D] as stored, e [n, Hkv, keys] of ``rows`` [n]; consecutive rows are not gathered."""
         parts = [self.k[:, :, :keys], self.u[:, :, :keys], self.e[:, :, :keys]]
         first = int(rows[0])
         if torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device)):
             parts = [part[first : first + len(rows)] for part in parts]
         else:
             parts = [part[rows] for part in parts]
-        return parts[0].double(), parts[1].double(), parts[2]
+        return parts[0], parts[1], parts[2]
 
 
 def allocate_kv_cache(
@@ -181,9 +179,9 @@ def _attend(
     """fp64 q [n, Hkv, R, D], k [n, Hkv, S, D], u [n, Hkv, S, Dv], e [n, Hkv, S] -> (o fp32 [n, Hkv, R, Dv],
     lse [n, Hkv, R]).
     """
-    scores = q[..., :BLOCK] @ k[..., :BLOCK].transpose(-1, -2)
+    scores = _product(q[..., :BLOCK], k[..., :BLOCK], transpose=True)
     for start in range(BLOCK, q.shape[-1], BLOCK):
-        scores += q[..., start : start + BLOCK] @ k[..., start : start + BLOCK].transpose(-1, -2)
+        scores += _product(q[..., start : start + BLOCK], k[..., start : start + BLOCK], transpose=True)
     s = scores.float().mul_(scale)
     if hidden is not None:
         s.view(s.shape[0], -1, *hidden.shape[2:]).masked_fill_(hidden, -math.inf)
@@ -204,7 +202,26 @@ def _exact_block(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     bits = weights.amax(-1, keepdim=True).view(torch.int64)
     exponent = (bits + ((1 << 52) - 1)) >> 52
     c = (((exponent + (52 - GRID_BITS)) << 52) | (1 << 51)).view(torch.float64)
-    return weights.add_(c).sub_(c) @ u
+    return _product(weights.add_(c).sub_(c), u)
+
+
+_WIDENED_ELEMENTS = 1 << 15
+"""Cached keys or values that are widened to fp64 at a time: 256 KiB, so the copy stays in the cache."""
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, transpose: bool = False) -> torch.Tensor:
+    """fp64 a [n, Hkv, R, K] @ b [n, Hkv, K, C] (or [n, Hkv, C, K], transposed), b in any dtype that holds it exactly."""
+    if b.dtype == torch.float64:
+        return a @ (b.transpose(-1, -2) if transpose else b)
+    columns = b.shape[-2] if transpose else b.shape[-1]
+    out = torch.empty(*a.shape[:-1], columns, dtype=torch.float64, device=a.device)
+    step = max(1, _WIDENED_ELEMENTS // b[0].numel())
+    for start in range(0, b.shape[0], step):
+        part = b[start : start + step].double()
+        torch.matmul(
+            a[start : start + step], part.transpose(-1, -2) if transpose else part, out=out[start : start + step]
+        )
+    return out
 
 
 def _check(

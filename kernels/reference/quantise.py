@@ -98,6 +98,13 @@ def quantise_columns(
     return _quantise(x, (BLOCK, 1), "128x1", scale_format, scale_floor)
 
 
+def quantise_both(
+    x: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
+) -> tuple[Quantised, Quantised]:
+    """(`quantise_activation`, `quantise_columns`) of x [M, K]; a kernel reads x once for both."""
+    return quantise_activation(x, scale_format, scale_floor), quantise_columns(x, scale_format, scale_floor)
+
+
 def quantise_weight(
     w: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> Quantised:
@@ -111,6 +118,7 @@ __all__ = [
     "blocks",
     "power_of_two_ceiling",
     "quantise_activation",
+    "quantise_both",
     "quantise_columns",
     "quantise_weight",
 ]

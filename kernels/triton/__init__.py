@@ -11,11 +11,11 @@ import triton
 from precision_kernels.dispatch import Implementation, bind
 from precision_kernels.reference.rotary import rotary_cos_sin
 from precision_kernels.triton import activation, logprobs, matmul, norm, quantise, rotary
-from precision_kernels.triton.quantise import quantise_both
 
 _FUNCTIONS = (
     quantise.quantise_activation,
     quantise.quantise_columns,
+    quantise.quantise_both,
     quantise.quantise_weight,
     norm.rms_norm,
     norm.add_rms_norm,
@@ -57,4 +57,4 @@ def bind_matmuls(device_type: str = "cuda") -> None:
         bind(function.__name__, device_type, Implementation(f"triton.{function.__name__}", version(), function))
 
 
-__all__ = ["bind_matmuls", "implementations", "quantise_both", "version"]
+__all__ = ["bind_matmuls", "implementations", "version"]

@@ -84,7 +84,8 @@ def decode_e4m3(codes):
         tiny = magnitude.to(tl.float32) * 0.001953125
         value = tl.where(magnitude < 8, tiny, normal)
         value = tl.where(magnitude == 0x7F, float("nan"), value)
-        return tl.where(bits >= 128, -value, value)
+        sign = (bits & 0x80) << 24
+        return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return codes.to(tl.float32)
 
 
