@@ -21,6 +21,9 @@ _ENVIRONMENT = {
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+if not os.path.exists("/dev/nvidiactl"):
+    # Before anything imports triton (torch and transformers do): without a GPU kernels run under its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
