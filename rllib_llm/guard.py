@@ -152,8 +152,8 @@ def changed_sides(baseline: Mapping[str, Mapping[str, str]], evidence: Evidence)
 def hints(metrics: Mapping[str, float]) -> list[str]:
     """Known causes whose signature the numbers carry."""
     found = []
-    one_sided = metrics.get("train_higher_share") == 0.0 and metrics.get("bit_equal_share", 1.0) < 0.5
-    if one_sided:
+    enough = metrics.get("num_tokens", 0) >= 50  # by chance, 50 signs agree once in 2^50
+    if enough and metrics.get("train_higher_share") == 0.0 and metrics.get("bit_equal_share", 1.0) < 0.5:
         found.append(
             "hint: the trainer is below the engine on every differing token, as when only the engine "
             "renormalises after top-p / top-k (rollout.top_p, rollout.top_k, policy.logprobs.truncation)"
@@ -196,7 +196,14 @@ def _contract(values: Mapping[str, str]) -> dict[str, str]:
 
 def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     keys = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-    return "; ".join(f"{k}: {before.get(k, '(absent)')} -> {after.get(k, '(absent)')}" for k in keys)
+    return "; ".join(f"{k}: {_short(before.get(k))} -> {_short(after.get(k))}" for k in keys)
+
+
+def _short(value: str | None) -> str:
+    """Hashes by their first 12 digits."""
+    if value is None:
+        return "(absent)"
+    return f"{value[:12]}…" if len(value) >= 40 and set(value) <= set("0123456789abcdef") else value
 
 
 def _as_dict(attestation: Any) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LayerMismatch:
-    """One module's output on both sides, Delta = train - rollout. relative: ||Delta|| / ||rollout||
-    (Frobenius, 0 for two zero outputs). worst_row: index of the token (first dimension) that holds max_abs."""
+    """One module's output on both sides, Delta = train - rollout, over all elements.
+
+    relative: ||Delta|| / ||rollout|| (Frobenius; ||Delta|| when the rollout's output is zero). worst_row:
+    index of the token (first dimension) that holds max_abs. input_bit_equal_share: the same share for what
+    went in (1 for a module without a tensor input).
+    """
 
     module: str
     max_abs: float
@@ -26,6 +30,15 @@ class LayerMismatch:
     relative: float
     bit_equal_share: float
     worst_row: int
+    input_bit_equal_share: float = 1.0
+
+
+@dataclass
+class Recorded:
+    """What captured_outputs keeps of one module: its output and, where it is a tensor, its first input."""
+
+    output: Tensor
+    input: Tensor | None
 
 
 def probe(
@@ -38,9 +51,8 @@ def probe(
     execution order.
 
     forward: say `lambda m: m(batch)`; must feed both sides the same tokens. modules: names to compare,
-    default every named module whose output is a floating tensor on both sides. The first entry with
-    bit_equal_share < 1 is where the sides part. Raises ValueError when a name is missing on one side, or
-    shapes differ.
+    default every named module whose output is a floating tensor on both sides. `first_difference`
+    says where the sides part. Raises ValueError when a name is missing on one side, or shapes differ.
     """
     with torch.no_grad():
         with captured_outputs(train_model, modules) as train:
@@ -54,8 +66,15 @@ def probe(
             f"mismatch.probe: no comparable output of {missing or 'any module'} on both sides; outputs were "
             f"seen of {sorted(train.keys() | rollout.keys())[:20]}. Name modules that return one floating tensor."
         )
-    order = [name for name in train if name in wanted]
-    return [compare_outputs(name, train[name], rollout[name]) for name in order]
+    return [_compare(name, train[name], rollout[name]) for name in train if name in wanted]
+
+
+def _compare(name: str, train: Recorded, rollout: Recorded) -> LayerMismatch:
+    found = compare_outputs(name, train.output, rollout.output)
+    if train.input is None or rollout.input is None or train.input.shape != rollout.input.shape:
+        return found
+    equal = (train.input == rollout.input).double()
+    return replace(found, input_bit_equal_share=float(equal.mean()) if equal.numel() else 1.0)
 
 
 def compare_outputs(module: str, train: Tensor, rollout: Tensor) -> LayerMismatch:
@@ -82,15 +101,19 @@ def compare_outputs(module: str, train: Tensor, rollout: Tensor) -> LayerMismatc
 
 
 @contextmanager
-def captured_outputs(model: nn.Module, modules: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
+def captured_outputs(model: nn.Module, modules: Sequence[str] | None = None) -> Iterator[dict[str, Recorded]]:
     """While open, records a copy of each module's (last) floating tensor output, in order of first
     execution."""
-    outputs: dict[str, Tensor] = {}
+    outputs: dict[str, Recorded] = {}
 
     def hook(name: str) -> Callable[..., None]:
-        def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def record(_module: nn.Module, inputs: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) and output else output
             if isinstance(output, Tensor) and output.is_floating_point():
-                outputs[name] = output.detach().clone()
+                first = inputs[0] if inputs and isinstance(inputs[0], Tensor) else None
+                outputs[name] = Recorded(
+                    output.detach().clone(), None if first is None else first.detach().clone()
+                )
 
         return record
 
@@ -104,5 +127,11 @@ def captured_outputs(model: nn.Module, modules: Sequence[str] | None = None) -> 
 
 
 def first_difference(layers: Sequence[LayerMismatch]) -> str:
-    """The name of the first module, in execution order, whose outputs are not bit-equal; "" if all are."""
-    return next((layer.module for layer in layers if layer.bit_equal_share < 1.0), "")
+    """Where the sides part: the first (innermost) module with bit-equal input and different output.
+
+    If a difference comes from outside every compared module, the first with a different output; "" if all
+    are equal. Modules that a model does not call (projections it computes jointly) show as their parent.
+    """
+    different = [layer for layer in layers if layer.bit_equal_share < 1.0]
+    own = [layer for layer in different if layer.input_bit_equal_share == 1.0]
+    return (own or different)[0].module if different else ""
