@@ -44,7 +44,9 @@ class JsonlMath(VerifiableFactory):
     def read_options(self, section: Section) -> None:
         path = section.take("path", None, str)
         eval_path = section.take("eval_path", None, (str, type(None)))
-        after = section.take("answer_after", None, (str, type(None)), bool, "a non-empty string or null")
+        after = section.take(
+            "answer_after", None, (str, type(None)), lambda v: v != "", "a non-empty string or null"
+        )
         seconds = section.take("timeout_s", 5.0, float, lambda v: v > 0, "a number of seconds > 0")
         if path is None:
             section.problem("path", "is missing: the JSONL file with the problems")

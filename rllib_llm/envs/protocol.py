@@ -28,24 +28,16 @@ class RewardError(RuntimeError):
     Attributes: `reward` (the name the config gives it), `problem` (the problem's id); `__cause__` is the original.
     """
 
-    def __init__(self, reward: str, problem: str, cause: BaseException):
+    def __init__(self, reward: str, problem: str, cause: BaseException | str):
         self.reward, self.problem = reward, problem
-        self.cause = f"{type(cause).__name__}: {cause}"
+        self.cause = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
         super().__init__(
             f"reward {reward!r} raised {self.cause} on problem {problem}. The sample is dropped and counted; "
             f"make the function return a number for every string a model can write"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_reward_error, (self.reward, self.problem, self.cause)
-
-
-def _rebuild_reward_error(reward: str, problem: str, cause: str) -> RewardError:
-    """Unpickle: a RewardError crosses process borders in Ray, its `__cause__` (any class at all) does not."""
-    error = RewardError(reward, problem, RuntimeError(cause))
-    error.cause = cause
-    error.args = (f"reward {reward!r} raised {cause} on problem {problem}",)
-    return error
+        return type(self), (self.reward, self.problem, self.cause)
 
 
 @dataclass(frozen=True)

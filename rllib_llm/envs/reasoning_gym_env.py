@@ -11,7 +11,7 @@ from rllib_llm.envs.checks import Section
 from rllib_llm.envs.curriculum import Curriculum, CurriculumConfig
 from rllib_llm.envs.prompts import Shot
 from rllib_llm.envs.protocol import EnvConfigError, Split
-from rllib_llm.envs.reasoning_gym_tasks import POOLED, create_dataset, create_levels, refusal
+from rllib_llm.envs.reasoning_gym_tasks import POOLED, create_dataset, last_valid_level, refusal
 from rllib_llm.envs.splits import rng_for
 from rllib_llm.envs.verifiable import Problem, VerifiableFactory
 
@@ -63,14 +63,17 @@ class ReasoningGymTasks(VerifiableFactory):
         )
         tops = {}
         for task in self.tasks:
-            levels = create_levels(task.name)
-            if levels is None:
+            last = last_valid_level(task.name, task.config)
+            if last is None:
                 section.problem(
                     "curriculum", f"is not possible: reasoning-gym defines no levels for {task.name!r}"
                 )
-                continue
-            last = max(len(attribute.levels) for attribute in levels.attributes.values()) - 1
-            tops[task.name] = last if config.top is None else min(config.top, last)
+            elif max(config.start, config.top or 0) > last:
+                section.problem(
+                    "curriculum", f"= {dict(options)}: the highest level of {task.name!r} is {last}"
+                )
+            else:
+                tops[task.name] = last if config.top is None else config.top
         if len(tops) == len(self.tasks):
             self.curriculum = Curriculum(config, tops)
 

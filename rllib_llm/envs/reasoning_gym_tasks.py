@@ -108,6 +108,28 @@ def create_levels(task: str) -> Any | None:
     return CURRICULA[task]() if task in CURRICULA else None
 
 
+def last_valid_level(task: str, config: Mapping[str, Any]) -> int | None:
+    """Highest level up to which every level gives options the task itself accepts; None without a curriculum.
+
+    Some curricula end in levels that their own task refuses (caesar_cipher: rotations up to 50 of 26 letters).
+    """
+    levels = create_levels(task)
+    if levels is None:
+        return None
+    from reasoning_gym.factory import DATASETS
+
+    last = -1
+    for level in range(max(len(attribute.levels) for attribute in levels.attributes.values())):
+        try:
+            made = DATASETS[task][1](**(dict(config) | _level_options(task, level)))
+            if hasattr(made, "validate"):
+                made.validate()
+        except (AssertionError, TypeError, ValueError):
+            break
+        last = level
+    return last
+
+
 def create_dataset(task: str, config: Mapping[str, Any], level: int | None) -> Any:
     """Dataset of an allowed task; with a level, its difficulty options come from the curriculum instead of `config`.
 
