@@ -27,7 +27,12 @@ from precision_kernels.reference.matmul import (
     wgrad_matmul,
 )
 from precision_kernels.reference.norm import add_rms_norm, rms_norm, rms_norm_backward
-from precision_kernels.reference.quantise import quantise_activation, quantise_both, quantise_columns, quantise_weight
+from precision_kernels.reference.quantise import (
+    quantise_activation,
+    quantise_both,
+    quantise_columns,
+    quantise_weight,
+)
 from precision_kernels.reference.rotary import rotary, rotary_backward, rotary_cos_sin
 
 __all__ = [

@@ -219,7 +219,9 @@ def _product(a: torch.Tensor, b: torch.Tensor, transpose: bool = False) -> torch
     for start in range(0, b.shape[0], step):
         part = b[start : start + step].double()
         torch.matmul(
-            a[start : start + step], part.transpose(-1, -2) if transpose else part, out=out[start : start + step]
+            a[start : start + step],
+            part.transpose(-1, -2) if transpose else part,
+            out=out[start : start + step],
         )
     return out
 
