@@ -26,7 +26,10 @@ def migrate(data: dict[str, Any], origin: str) -> dict[str, Any]:
     if version > SCHEMA_VERSION:
         problem = f"is newer than this version of precision_policies knows ({SCHEMA_VERSION})"
         raise _refused(
-            origin, version, problem, "upgrade rllib-llm, or rewrite the file for the older schema"
+            origin,
+            version,
+            problem,
+            f"upgrade rllib-llm, or write schema_version: {SCHEMA_VERSION} and its keys",
         )
     data = dict(data)
     for step in range(version, SCHEMA_VERSION):
