@@ -101,13 +101,16 @@ class _RoundThrough(torch.autograd.Function):
 class PlannedModule(nn.Module):
     """A module with HF-named tensors: parameters on the train side, received buffers on the rollout side."""
 
+    bias: torch.Tensor | None
+
     def __init__(
         self, plan: ModulePlan, policy: PrecisionPolicy, side: Side, owns_tensors: bool = True
     ) -> None:
         super().__init__()
         self.plan, self.policy, self.side = plan, policy, side
         self.compute_dtype = torch_dtype(policy.compute_dtype)
-        self.bias: torch.Tensor | None = None
+        if not (owns_tensors and plan.bias):
+            self.register_parameter("bias", None)
         if not owns_tensors:
             return
         if side == "train":
