@@ -1,0 +1,106 @@
+import importlib
+
+import pytest
+import torch
+
+from rllib_llm.models import PackedBatch, causal_lm
+from tests.models.cases import make_model, next_tokens, random_sequences
+
+
+def loss_and_gradients(model, batch, **law):
+    logp, entropy = model.token_logprobs(model(batch), next_tokens(batch), return_entropy=True, **law)
+    model.zero_grad()
+    (logp.sum() + 0.1 * entropy.sum()).backward()
+    return logp.detach(), entropy.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("policy", ["unified-fp8", "bf16"])
+def test_gradient_checkpointing_changes_no_bit(policy):
+    """With recomputed layers, log-probs and every gradient have the bits that they have without."""
+    plain, lean = (make_model("qwen3", policy, gradient_checkpointing=flag) for flag in (False, True))
+    batch = PackedBatch.from_sequences(random_sequences((5, 40), 128))
+    logp, _, grads = loss_and_gradients(plain, batch)
+    lean_logp, _, lean_grads = loss_and_gradients(lean, batch)
+    assert torch.equal(logp, lean_logp)
+    assert all(torch.equal(grads[name], lean_grads[name]) for name in grads)
+
+
+def test_gradient_checkpointing_keeps_fewer_tensors():
+    """Checkpointing saves the layers' inputs only: far fewer bytes are held between forward and backward."""
+    held = {}
+    for flag in (False, True):
+        model = make_model("qwen3", "bf16", gradient_checkpointing=flag)
+        batch = PackedBatch.from_sequences(random_sequences((300,), 128))
+        total = [0]
+
+        def pack(tensor, total=total):
+            total[0] += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(batch)
+        held[flag] = total[0]
+    assert held[True] < held[False] / 3
+
+
+@pytest.mark.parametrize(
+    "law", [{}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}], ids=["plain", "truncated"]
+)
+def test_chunked_logits_change_no_logprob(law, monkeypatch):
+    """Log-probs and entropies taken in chunks of a few rows have the same bits; gradients differ by fp32 order only."""
+    model = make_model("llama", "bf16")
+    batch = PackedBatch.from_sequences(random_sequences((20, 31), 130))
+    logp, entropy, grads = loss_and_gradients(model, batch, **law)
+    monkeypatch.setattr(causal_lm, "LOGITS_CHUNK_ELEMENTS", 130 * 7)
+    logp_chunked, entropy_chunked, grads_chunked = loss_and_gradients(model, batch, **law)
+    assert torch.equal(logp, logp_chunked)
+    assert torch.equal(entropy, entropy_chunked)
+    for name, grad in grads.items():
+        assert (grads_chunked[name] - grad).norm() <= 2e-2 * grad.norm(), name
+
+
+def test_operands_follow_every_change_of_the_weights():
+    """An optimiser step, load_state_dict and an in-place edit each change the forward at once; `.data` edits need
+    `forget_operands`."""
+    model = make_model("qwen3", "unified-fp8")
+    batch = PackedBatch.from_sequences([[5, 6, 7]])
+    before = model(batch).detach()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(batch).float().square().sum().backward()
+    optimiser.step()
+    stepped = model(batch).detach()
+    assert not torch.equal(stepped, before)
+    model.load_state_dict(make_model("qwen3", "unified-fp8").state_dict())
+    assert torch.equal(model(batch), before)
+    weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    weight.data.mul_(-1.0)
+    model.forget_operands()
+    assert not torch.equal(model(batch), before)
+
+
+def test_weights_are_quantised_once_per_step(monkeypatch):
+    """Ten forwards and backwards of one optimiser step quantise every weight once, and the export uses these codes."""
+    linear_module = importlib.import_module(
+        "precision_kernels.linear"
+    )  # the package's attribute is the function
+    model = make_model("qwen3", "unified-fp8")
+    calls = []
+    real = linear_module.implementation
+
+    def counting(operator, device):
+        if operator == "quantise_weight":
+            calls.append(operator)
+        return real(operator, device)
+
+    monkeypatch.setattr(linear_module, "implementation", counting)
+    batch = PackedBatch.from_sequences([[5, 6, 7]])
+    for _ in range(10):
+        model(batch).float().sum().backward()
+    fp8 = sum(row.train_forward == "fp8" for row in model.plan.modules)
+    assert len(calls) == fp8 == 14
+    exported = dict(model.rollout_tensors())
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert (
+        exported["model.layers.0.mlp.up_proj.weight"].data_ptr()
+        == layer.prepared().quantised.codes.data_ptr()
+    )
