@@ -80,10 +80,15 @@ class _Layout(NamedTuple):
     num_sequences: int
 
 
-def correction_applies(correction: Any, guard_fired: bool) -> bool:
-    """Whether `policy.correction` acts now: its kind is not "none", and `when` is "always" or the guard has
-    fired."""
-    return correction.kind != "none" and (correction.when == "always" or guard_fired)
+def active_correction(correction: Any, guard_fired: bool) -> Any | None:
+    """`policy.correction` if it acts now, else None.
+
+    It acts when it has a kind (or a veto), and its `when` is "always" (or absent) or the guard has fired.
+    """
+    if correction.kind == "none" and getattr(correction, "veto", None) is None:
+        return None
+    waits = getattr(correction, "when", "always") == "guard"
+    return correction if guard_fired or not waits else None
 
 
 def correction_weights(

@@ -151,7 +151,7 @@ class Loss:
         if self.config.kl_coeff and batch.ref_logp is not None:  # _require has refused a missing one
             kl = terms.kl_estimate(batch.logp, batch.ref_logp, self.config.kl_estimator)
             total = total + self.config.kl_coeff * kl
-            extra["ref_kl"] = kl
+            extra["kl_reference"] = kl
         if batch.entropy is not None:
             total = total - self.config.entropy_coeff * batch.entropy
             extra["entropy"] = batch.entropy

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precision_policies import schema
-from rllib_llm.corrections import KINDS, Correction, correction_applies, correction_weights
+from rllib_llm.corrections import KINDS, Correction, active_correction, correction_weights
 from tests.losses.batches import finite
 
 BOUNDS = {
@@ -215,7 +215,9 @@ def test_when_a_correction_acts() -> None:
             kind=kind, lower=None, upper=2.0, veto=None, when=when, accept_uncorrected=False
         )
 
-    assert correction_applies(spec("tis_token", "always"), guard_fired=False)
-    assert not correction_applies(spec("tis_token", "guard"), guard_fired=False)
-    assert correction_applies(spec("tis_token", "guard"), guard_fired=True)
-    assert not correction_applies(spec("none", "always"), guard_fired=True)
+    always, guarded = spec("tis_token", "always"), spec("tis_token", "guard")
+    assert active_correction(always, guard_fired=False) is always
+    assert active_correction(guarded, guard_fired=False) is None
+    assert active_correction(guarded, guard_fired=True) is guarded
+    assert active_correction(spec("none", "always"), guard_fired=True) is None
+    assert active_correction(Correction("none", veto=1e-4), guard_fired=False) is not None
