@@ -82,45 +82,63 @@ def rewards_with_kl(
     rewards [N] in the order of sequence_ids 0..N-1; kl [T]: `losses.terms.kl_estimate(old_logp, ref_logp,
     "k1")` (any estimator), no grad; mask [T]; sequence_ids int64 [T].
     """
-    kept = torch.where(mask.bool(), kl.double(), 0.0)
-    per_response = torch.zeros(len(rewards), dtype=torch.float64, device=kl.device).index_add(
-        0, sequence_ids, kept
-    )
+    per_response = _group_sum(torch.where(mask.bool(), kl.double(), 0.0), sequence_ids, len(rewards))
     return (rewards.double() - kl_coeff * per_response).float()
 
 
 def token_advantages(
     rewards: Tensor, kl: Tensor | None, mask: Tensor, sequence_ids: Tensor, kl_coeff: float
 ) -> Tensor:
-    """REINFORCE++ with the KL in the reward of each token, fp32 [T], normalised over the batch's trained
-    tokens.
+    """REINFORCE++ with the KL in each token's reward, fp32 [T], normalised over the batch's trained tokens.
 
-    A'_t = R - beta sum_{u >= t, same response} KL_u, then (A' - mean) / (std + 1e-6) over all trained tokens;
-    0 where mask is false. Tokens of one response must be adjacent and in order. kl None (or kl_coeff 0): A'_t
-    = R.
+    A'_t = R - beta sum_{u >= t, same response} KL_u, then (A' - mean) / (std + 1e-6) over all trained
+    tokens; 0 where mask is false. kl None (or kl_coeff 0): A'_t = R. This is the whole batch in one
+    process; a learner that holds a shard composes it from `kl_to_go`, `moments` (summed over ranks) and
+    `standardised`.
     """
-    trained = mask.bool()
     value = rewards.double()[sequence_ids]
     if kl is not None and kl_coeff:
-        kept = torch.where(trained, kl.double(), 0.0)
-        value = value - kl_coeff * _sum_to_the_end(kept, sequence_ids, len(rewards))
-    result = torch.zeros_like(value)
-    result[trained] = _standardise(value[trained])
-    return result.float()
+        value = value - kl_coeff * kl_to_go(kl, mask, sequence_ids, len(rewards))
+    return standardised(value, mask, moments(value, mask))
 
 
-def _sum_to_the_end(values: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
-    """[T]: for each token the sum of its own and all later values of its sequence (packed, adjacent)."""
+def kl_to_go(kl: Tensor, mask: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
+    """fp64 [T]: for each token the sum of its own and all later KL terms of its response, masked ones as 0.
+
+    Subtract kl_coeff times this from any advantage or reward [T] to have the KL as reward. kl [T] without
+    grad: `losses.terms.kl_estimate(old_logp, ref_logp, "k1")`. Raises ValueError unless sequence_ids is
+    ascending.
+    """
     if (sequence_ids.diff() < 0).any():
         raise ValueError(
-            "token_advantages: sequence_ids must be ascending (tokens of a response adjacent, in order)."
+            "kl_to_go: sequence_ids must be ascending (tokens of a response adjacent, in order)."
         )
+    values = torch.where(mask.bool(), kl.double(), 0.0)
+    total = _group_sum(values, sequence_ids, num_sequences)
     before = values.cumsum(0) - values
-    total = torch.zeros(num_sequences, dtype=values.dtype, device=values.device).index_add(
-        0, sequence_ids, values
-    )
     start = total.cumsum(0) - total
     return total[sequence_ids] - (before - start[sequence_ids])
+
+
+def moments(values: Tensor, mask: Tensor) -> Tensor:
+    """fp64 [3]: number, sum and sum of squares of the trained tokens' values; add over micro-batches and
+    ranks."""
+    kept = values.double()[mask.bool()]
+    return torch.stack([kept.new_tensor(float(kept.numel())), kept.sum(), kept.square().sum()])
+
+
+def standardised(values: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
+    """fp32 [T]: (value - mean) / (sample deviation + 1e-6) by the (global) `moments`; 0 where mask is false.
+
+    Fewer than two tokens, or a variance below 1e-12 of the mean square (equal values up to rounding), give 0.
+    """
+    count, total, squares = sums.tolist()
+    mean = total / max(count, 1.0)
+    variance = (squares - count * mean * mean) / max(count - 1.0, 1.0)
+    if count < 2 or variance <= 1e-12 * squares / count:
+        return torch.zeros_like(values, dtype=torch.float32)
+    result = (values.double() - mean) / (variance**0.5 + STD_EPSILON)
+    return torch.where(mask.bool(), result, 0.0).float()
 
 
 def _standardise(values: Tensor) -> Tensor:

@@ -157,9 +157,8 @@ class Loss:
             extra["entropy"] = batch.entropy
         scale = self._token_scale(batch)
         with torch.no_grad():
-            drift = terms.kl_estimate(
-                batch.old_logp, batch.logp, "k3"
-            )  # KL(old || new): old sampled the tokens
+            # KL(old || new), since the old policy sampled the tokens
+            drift = terms.kl_estimate(batch.old_logp, batch.logp, "k3")
             per_token = {"ratio": ratio, "approx_kl": drift, "clip_fraction": cut_low | cut_high}
             per_token |= {"clip_fraction_low": cut_low, "clip_fraction_high": cut_high, **extra}
             metrics = self._means(per_token, batch)

@@ -12,7 +12,10 @@ from rllib_llm.advantages import (
     ADVANTAGE_KINDS,
     group_advantages,
     group_statistics,
+    kl_to_go,
+    moments,
     rewards_with_kl,
+    standardised,
     token_advantages,
 )
 from rllib_llm.losses import informative_groups, overlong_penalty
@@ -110,6 +113,20 @@ def test_token_advantages_want_adjacent_tokens() -> None:
     """The sum to the end of the response needs packed order; interleaved responses are refused."""
     with pytest.raises(ValueError, match="ascending"):
         token_advantages(torch.zeros(2), torch.ones(3), torch.ones(3), torch.tensor([0, 1, 0]), 0.1)
+
+
+def test_shards_standardise_like_the_whole() -> None:
+    """Two ranks that add their moments get the advantages of one process: REINFORCE++ on any number of
+    learners."""
+    g = torch.Generator().manual_seed(0)
+    rewards, kl = torch.randn(4, generator=g), torch.randn(20, generator=g)
+    mask, ids = torch.rand(20, generator=g) < 0.8, torch.arange(20) // 5
+    whole = token_advantages(rewards, kl, mask, ids, 0.3)
+    shards = [(slice(0, 10), rewards[:2]), (slice(10, 20), rewards[2:])]
+    values = [r.double()[ids[:10]] - 0.3 * kl_to_go(kl[rows], mask[rows], ids[:10], 2) for rows, r in shards]
+    sums = sum(moments(v, mask[rows]) for v, (rows, _) in zip(values, shards, strict=True))
+    parts = [standardised(v, mask[rows], sums) for v, (rows, _) in zip(values, shards, strict=True)]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=1e-6)
 
 
 def test_overlong_penalty_of_the_paper() -> None:
