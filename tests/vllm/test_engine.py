@@ -112,10 +112,11 @@ def start(config: Any, policy: str, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def qwen3(ray_for_engines: None) -> Iterator[tuple[Any, Any]]:
-    """(learner, engine) under unified-fp8, the engine with the learner's weights, chunked prefill on."""
+    """(learner, engine) under unified-fp8, the engine with the learner's weights; chunked prefill on a GPU."""
     config = ragged_config("qwen3")
     model = random_learner(config, "unified-fp8")
-    engine = start(config, "unified-fp8", max_num_batched_tokens=64)
+    chunked = {"max_num_batched_tokens": 64} if DEVICE == "cuda" else {}
+    engine = start(config, "unified-fp8", **chunked)
     engine.update_weights(export_weights(model, 1))
     yield model, engine
     engine.close()

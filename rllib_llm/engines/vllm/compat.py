@@ -67,7 +67,11 @@ def llm_options(device: str, *, graphs: bool, sleep_mode: bool) -> dict[str, Any
     attention split, and log-probs are returned as the model computed them ("raw_logits": the model returns log-probs).
     """
     options: dict[str, Any] = {"logprobs_mode": "raw_logits", "enable_sleep_mode": sleep_mode}
-    if device == "cpu" or not graphs:
+    if device == "cpu":
+        # 0.32 rewinds a seeded request's generator after a partial prefill, which CPU generators cannot
+        # ("CPU Generator does not use offset"): whole prompts only.
+        return options | {"enforce_eager": True, "enable_chunked_prefill": False}
+    if not graphs:
         return options | {"enforce_eager": True}
     return options | {
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},

@@ -56,7 +56,8 @@ class VLLMEngine(RolloutEngine):
         policy: what `precision_policies.load_policy` takes.
         max_model_len: context in tokens; default and upper bound: the model's max_position_embeddings.
         max_num_seqs: most sequences decoded at once.
-        max_num_batched_tokens: most tokens of one step (longer prompts are chunked); vLLM's default if None.
+        max_num_batched_tokens: most tokens of one step (longer prompts are chunked on a GPU; on CPU it must hold a whole
+            context, see `compat.llm_options`); vLLM's default if None.
         kv_cache_bytes: size of the KV cache; None: vLLM takes `gpu_memory_utilization` of the GPU (1 GiB on CPU).
         gpu_memory_utilization: share of GPU memory for weights and KV cache.
         enable_prefix_caching: keep prompts' keys and values, shared by the completions of a group.
