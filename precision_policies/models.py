@@ -37,7 +37,7 @@ class Family:
     qk_norm: bool = False
     feedforward_norms: bool = False
     tied: bool = False  # default when the config does not say
-    experts: str | None = None  # config key for the number of experts
+    experts: bool = False
     expert_dim: str = "moe_intermediate_size"
     expert_block: str = "mlp"
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -55,16 +55,17 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         qkv_bias=False,
         o_bias=False,
-        experts="num_local_experts",
+        experts=True,
         expert_dim="intermediate_size",
         expert_block="block_sparse_moe",
         expert_names=("w1", "w3", "w2"),
     ),
-    "qwen2_moe": Family(qkv_bias="qkv_bias", o_bias=False, experts="num_experts", shared_expert=True),
-    "qwen3_moe": Family(qk_norm=True, experts="num_experts"),
+    "qwen2_moe": Family(qkv_bias="qkv_bias", o_bias=False, experts=True, shared_expert=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
 }
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_EXPERTS = ("num_experts", "num_local_experts")  # config.json and transformers' to_dict differ in the name
 _DEFAULT_TRUE = ("qkv_bias",)
 
 
@@ -84,22 +85,16 @@ def modules_of(model_config: Any) -> list[ModuleSpec]:
     """Every module with weights, sorted by name. Raises PolicyError if the config does not say enough."""
     config = config_dict(model_config)
     family = _family(config)
-    needed = _REQUIRED + ((family.experts, family.expert_dim) if family.experts else ())
-    found = [v for key in needed if (v := _not_a_size(config, key))]
+    needed: tuple[str, ...] = _REQUIRED
+    if family.experts:
+        needed += (family.expert_dim, next((key for key in _EXPERTS if config.get(key)), _EXPERTS[0]))
+    found = [v for key in needed if (v := _not_a_size(key, config.get(key, MISSING)))]
     if not found:
-        heads, kv = (
-            config["num_attention_heads"],
-            config.get("num_key_value_heads") or config["num_attention_heads"],
-        )
-        for key, value in (("num_key_value_heads", kv), ("head_dim", _head_dim(config, family))):
-            if type(value) is not int or value < 1:
-                found.append(
-                    Violation(key, value, "is not a positive whole number", "correct the model's config")
-                )
+        heads, kv = config["num_attention_heads"], _kv_heads(config)
+        sizes = {"num_key_value_heads": kv, "head_dim": _head_dim(config, family)}
+        found = [v for key, value in sizes.items() if (v := _not_a_size(key, value))]
         if not found and heads % kv:
-            found.append(
-                Violation("num_key_value_heads", kv, f"does not divide {heads} heads", "correct the config")
-            )
+            found.append(Violation("num_key_value_heads", kv, f"does not divide {heads} heads", "correct it"))
     if found:
         raise PolicyError(f"model config ({config.get('model_type')})", found)
     return sorted(_modules(config, family))
@@ -130,8 +125,7 @@ def _family(config: dict[str, Any]) -> Family:
     return FAMILIES[kind]
 
 
-def _not_a_size(config: dict[str, Any], key: str) -> Violation | None:
-    value = config.get(key, MISSING)
+def _not_a_size(key: str, value: Any) -> Violation | None:
     if type(value) is int and value >= 1:
         return None
     return Violation(
@@ -139,9 +133,19 @@ def _not_a_size(config: dict[str, Any], key: str) -> Violation | None:
     )
 
 
+def _kv_heads(config: dict[str, Any]) -> Any:
+    value = config.get("num_key_value_heads")
+    return config["num_attention_heads"] if value is None else value
+
+
+def _num_experts(config: dict[str, Any]) -> int:
+    return next(int(config[key]) for key in _EXPERTS if config.get(key))
+
+
 def _head_dim(config: dict[str, Any], family: Family) -> Any:
+    value = config.get("head_dim")
     default = family.head_dim or config["hidden_size"] // config["num_attention_heads"]
-    return config.get("head_dim") or default
+    return default if value is None else value
 
 
 def _flag(config: dict[str, Any], source: bool | str) -> bool:
@@ -167,7 +171,7 @@ def _modules(config: dict[str, Any], family: Family) -> Iterator[ModuleSpec]:
 def _attention(config: dict[str, Any], family: Family, layer: int) -> Iterator[ModuleSpec]:
     hidden, head = config["hidden_size"], _head_dim(config, family)
     heads = config["num_attention_heads"]
-    kv = config.get("num_key_value_heads") or heads
+    kv = _kv_heads(config)
     prefix, fused = f"model.layers.{layer}", f"model.layers.{layer}.self_attn.qkv_proj"
     bias = _flag(config, family.qkv_bias)
     for name, rows in (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)):
@@ -195,11 +199,7 @@ def _feedforward(config: dict[str, Any], family: Family, layer: int) -> Iterator
         bias = _flag(config, family.mlp_bias)
         yield from _gated(f"{prefix}.mlp", hidden, config["intermediate_size"], bias, layer)
         return
-    block, count, inner = (
-        f"{prefix}.{family.expert_block}",
-        config[family.experts or ""],
-        config[family.expert_dim],
-    )
+    block, count, inner = f"{prefix}.{family.expert_block}", _num_experts(config), config[family.expert_dim]
     yield ModuleSpec(f"{block}.gate", "router", (count, hidden), False, layer)
     gate, up, down = family.expert_names
     for expert in range(count):
