@@ -52,7 +52,9 @@ announce()
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'rllib_llm' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'rllib_llm' has no attribute {name!r}; public names: {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -88,7 +88,9 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def make_env(self) -> None:
         """Builds the factories of the training and the evaluation split."""
         env, config, seed = self.config.env, self.config.env_config, self.config.seed or 0
-        self.factories = {split: make_env(env, dict(config), split=split, seed=seed) for split in ("train", "eval")}
+        self.factories = {
+            split: make_env(env, dict(config), split=split, seed=seed) for split in ("train", "eval")
+        }
         make_callback(
             "on_environment_created",
             callbacks_objects=self._callbacks,
@@ -184,7 +186,9 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     def sample_reply(self, prompt_indices: Sequence[int], evaluation: bool = False) -> Reply:
         """`sample` and `get_metrics` for the driver: a `Reply` with (episodes, metrics), never an exception."""
-        return self._reply(lambda: (self.sample(prompt_indices=prompt_indices, evaluation=evaluation), self.get_metrics()))
+        return self._reply(
+            lambda: (self.sample(prompt_indices=prompt_indices, evaluation=evaluation), self.get_metrics())
+        )
 
     def _reply(self, call: Any) -> Reply:
         try:
@@ -212,10 +216,12 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     # ---------------------------------------------------------------- callbacks and metrics
 
     def _on_event(self, event: str, conversation: Conversation) -> None:
-        """"created", "start" and "step" show the `Conversation`, "end" the finished `TextEpisode`."""
+        """ "created", "start" and "step" show the `Conversation`, "end" the finished `TextEpisode`."""
         episode = conversation.episode if event == "end" else conversation
         index = conversation.sample_index
-        self._make_callback(f"on_episode_{event}", episode=episode, env=conversation.env, rl_module=None, env_index=index)
+        self._make_callback(
+            f"on_episode_{event}", episode=episode, env=conversation.env, rl_module=None, env_index=index
+        )
 
     def _make_callback(self, name: str, **kwargs: Any) -> None:
         make_callback(
@@ -259,7 +265,9 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     # ---------------------------------------------------------------- Checkpointable
 
     @override(Checkpointable)
-    def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def get_state(
+        self, components: Any = None, *, not_components: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
         state: dict[str, Any] = {NUM_ENV_STEPS_SAMPLED_LIFETIME: self.num_env_steps_sampled_lifetime}
         if self._check_component(_ENV_STATE, components, not_components):
             state[_ENV_STATE] = {
@@ -275,7 +283,9 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         if isinstance(weights, ray.ObjectRef):
             weights = ray.get(weights)
         if weights.get(DEFAULT_MODULE_ID):
-            raise ValueError("LLMEnvRunner takes weights through apply_weights(WeightUpdate) only, not through set_state.")
+            raise ValueError(
+                "LLMEnvRunner takes weights through apply_weights(WeightUpdate) only, not through set_state."
+            )
         if NUM_ENV_STEPS_SAMPLED_LIFETIME in state:
             self.num_env_steps_sampled_lifetime = state[NUM_ENV_STEPS_SAMPLED_LIFETIME]
         if _ENV_STATE in state:

@@ -34,7 +34,9 @@ class PromptEncoder:
             ids = list(self.tokenizer(prompt.text)["input_ids"])
         else:
             self._require_template()
-            text = self.tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                prompt.messages, tokenize=False, add_generation_prompt=True
+            )
             ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise ValueError(f"the prompt {prompt!r} encodes to no tokens")
@@ -45,7 +47,11 @@ class PromptEncoder:
         if not is_chat:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         closing, opening = self._turn_text()
-        ids = list(self.tokenizer(closing + opening.replace(_PLACEHOLDER, text), add_special_tokens=False)["input_ids"])
+        ids = list(
+            self.tokenizer(closing + opening.replace(_PLACEHOLDER, text), add_special_tokens=False)[
+                "input_ids"
+            ]
+        )
         # The template closes an answer with the end-of-turn token, which a finished answer already has.
         if ids and completion_ids and ids[0] == completion_ids[-1]:
             return ids[1:]

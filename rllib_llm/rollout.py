@@ -109,7 +109,15 @@ def play(
     An environment that raises costs its episode: it is logged, counted and left out.
     """
     stats = RolloutStats()
-    groups = _open(encoder, make, indices, params.n, min(max_context - 1, max_prompt_tokens or max_context), stats, on_event)
+    groups = _open(
+        encoder,
+        make,
+        indices,
+        params.n,
+        min(max_context - 1, max_prompt_tokens or max_context),
+        stats,
+        on_event,
+    )
     conversations = [c for group in groups for c in group]
     if groups:
         first = [group[0].prompt_ids for group in groups]
@@ -147,7 +155,9 @@ def _open(
                 raise ValueError(f"the prompt has {len(prompt_ids)} tokens, {max_prompt_tokens} are allowed")
         except Exception as error:
             stats.errors += group_size
-            logger.warning("problem %d is left out, its environment failed: %s: %s", index, type(error).__name__, error)
+            logger.warning(
+                "problem %d is left out, its environment failed: %s: %s", index, type(error).__name__, error
+            )
             continue
         is_chat = prompts[0].messages is not None
         group = [
@@ -162,7 +172,11 @@ def _open(
 
 
 def _generate(
-    engine: RolloutEngine, prompts: list[list[int]], params: SamplingParams, seeds: list[int], stats: RolloutStats
+    engine: RolloutEngine,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    seeds: list[int],
+    stats: RolloutStats,
 ) -> list[list[Completion]]:
     start = time.perf_counter()
     answers = engine.generate(prompts, params, seeds=seeds)

@@ -23,10 +23,11 @@ __all__ = [
     "verify_files",
 ]
 
+METADATA_FILE = "rllib_checkpoint.json"  # RLlib's name for the metadata of an Algorithm
 METADATA_KEY = "rllib_llm"
 _LEARNER = pathlib.PurePosixPath(COMPONENT_LEARNER_GROUP) / COMPONENT_LEARNER
 REQUIRED_FILES = (
-    "metadata.json",
+    METADATA_FILE,
     "algorithm_state.pkl",
     str(_LEARNER / "state.pkl"),
     str(_LEARNER / COMPONENT_RL_MODULE / DEFAULT_MODULE_ID / WEIGHTS_FILE),
@@ -49,8 +50,15 @@ def absolute(path: str | pathlib.Path | None) -> str | None:
 
 
 def precision_metadata(policy: PrecisionPolicy, **further: Any) -> dict[str, Any]:
-    """What `metadata.json` records under METADATA_KEY."""
-    return {METADATA_KEY: {"policy": policy.to_dict(), "policy_name": policy.name, "fingerprint": policy.fingerprint, **further}}
+    """What METADATA_FILE records under METADATA_KEY."""
+    return {
+        METADATA_KEY: {
+            "policy": policy.to_dict(),
+            "policy_name": policy.name,
+            "fingerprint": policy.fingerprint,
+            **further,
+        }
+    }
 
 
 def _open(path: str, filesystem: Any) -> tuple[Any, pathlib.PurePosixPath]:
@@ -62,13 +70,15 @@ def _open(path: str, filesystem: Any) -> tuple[Any, pathlib.PurePosixPath]:
 def read_metadata(path: str, filesystem: Any = None) -> dict[str, Any]:
     """The METADATA_KEY part of a checkpoint. Raises CheckpointError if there is none."""
     fs, root = _open(path, filesystem)
-    file = (root / "metadata.json").as_posix()
+    file = (root / METADATA_FILE).as_posix()
     if fs.get_file_info(file).type == pyarrow.fs.FileType.NotFound:
-        raise CheckpointError(f"{root} is not a checkpoint: metadata.json is missing.")
+        raise CheckpointError(f"{root} is not a checkpoint: {METADATA_FILE} is missing.")
     with fs.open_input_stream(file) as stream:
         metadata = json.loads(stream.read())
     if METADATA_KEY not in metadata:
-        raise CheckpointError(f"{root} was not written by rllib_llm: metadata.json has no {METADATA_KEY!r} entry.")
+        raise CheckpointError(
+            f"{root} was not written by rllib_llm: {METADATA_FILE} has no {METADATA_KEY!r} entry."
+        )
     return metadata[METADATA_KEY]
 
 
@@ -104,6 +114,8 @@ def refuse_other_policy(saved: dict[str, Any], policy: PrecisionPolicy, allow: b
     lines = [f"{d.key}: checkpoint {d.ours!r}, now {d.theirs!r}: {d.consequence}" for d in differences]
     raise PrecisionChangeError(
         f"checkpoint {path} was written under policy {saved['policy_name']!r} ({saved['fingerprint'][:12]}), this run uses "
-        f"{policy.name!r} ({policy.fingerprint[:12]}):\n  " + "\n  ".join(lines) + "\nUse the checkpoint's policy, or set "
+        f"{policy.name!r} ({policy.fingerprint[:12]}):\n  "
+        + "\n  ".join(lines)
+        + "\nUse the checkpoint's policy, or set "
         "precision(..., allow_precision_change=True) to continue under the new one deliberately."
     )

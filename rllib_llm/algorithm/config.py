@@ -49,7 +49,9 @@ class _ModelGroup(dict):
         super().__init__(legacy)
         self._config, self._legacy = config, legacy
 
-    def update(self, *args: Any, **kwargs: Any) -> None:  # RLlib: `config.training(model=...)` updates in place
+    def update(
+        self, *args: Any, **kwargs: Any
+    ) -> None:  # RLlib: `config.training(model=...)` updates in place
         super().update(*args, **kwargs)
         self._legacy.update(*args, **kwargs)
 
@@ -139,12 +141,17 @@ class GRPOConfig(AlgorithmConfig):
     # ---------------------------------------------------------------- fluent groups
 
     def precision(
-        self, policy: str | dict | PrecisionPolicy = NotProvided, *, allow_precision_change: bool = NotProvided
+        self,
+        policy: str | dict | PrecisionPolicy = NotProvided,
+        *,
+        allow_precision_change: bool = NotProvided,
     ) -> GRPOConfig:
         """Sets the precision policy: a name, a path, a dict, a PrecisionPolicy or a Tune search space."""
         if isinstance(policy, PrecisionPolicy):
             policy = policy.to_dict()
-        return self._update_group("precision_config", policy=policy, allow_precision_change=allow_precision_change)
+        return self._update_group(
+            "precision_config", policy=policy, allow_precision_change=allow_precision_change
+        )
 
     def rollout(self, **settings: Any) -> GRPOConfig:
         """Sets how completions are sampled: see `RolloutSettings` for every keyword."""
@@ -239,7 +246,10 @@ class GRPOConfig(AlgorithmConfig):
         """Replaces a policy file by its content: other machines need not have the file."""
         policy = self.precision_config["policy"]
         if isinstance(policy, str) and (os.sep in policy or policy.endswith((".yaml", ".yml"))):
-            self.__dict__["precision_config"] = {**self.precision_config, "policy": load_policy(policy).to_dict()}
+            self.__dict__["precision_config"] = {
+                **self.precision_config,
+                "policy": load_policy(policy).to_dict(),
+            }
 
     @property
     @override(AlgorithmConfig)

@@ -39,7 +39,9 @@ class Durable:
             training_iteration=self.iteration,
         )
 
-    def save_to_path(self, path: Any = None, *, state: Any = None, filesystem: Any = None, use_msgpack: bool = False) -> str:
+    def save_to_path(
+        self, path: Any = None, *, state: Any = None, filesystem: Any = None, use_msgpack: bool = False
+    ) -> str:
         """Writes a checkpoint and checks that it is complete. Relative paths are taken from the working directory.
 
         Raises CheckpointError when a learner did not write its files.
@@ -49,7 +51,9 @@ class Durable:
         verify_files(out, filesystem)
         return out
 
-    def restore_from_path(self, path: Any, *args: Any, component: str | None = None, filesystem: Any = None, **kwargs: Any) -> None:
+    def restore_from_path(
+        self, path: Any, *args: Any, component: str | None = None, filesystem: Any = None, **kwargs: Any
+    ) -> None:
         """Restores, checks that the learners hold what was saved, and pushes the weights to every runner.
 
         Raises PrecisionChangeError for a checkpoint of another policy (unless allowed), CheckpointError for an
@@ -75,7 +79,9 @@ class Durable:
             if found != digest:
                 wrong.append(f"learner {i}: {found}")
         if wrong:
-            raise CheckpointError(f"after restoring {path}, weights or optimizer state are not those saved ({digest}): {'; '.join(wrong)}.")
+            raise CheckpointError(
+                f"after restoring {path}, weights or optimizer state are not those saved ({digest}): {'; '.join(wrong)}."
+            )
 
     def _after_restore(self) -> None:
         self.weights.learner_changed()
@@ -84,7 +90,9 @@ class Durable:
             if group is not None:
                 self.send_env_state(group)
 
-    def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def get_state(
+        self, components: Any = None, *, not_components: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
         state = super().get_state(components, not_components=not_components, **kwargs)
         if self._check_component(_STATE_KEY, components, not_components):
             self.env_state = self._env_state()

@@ -44,7 +44,11 @@ def call_runners(
     `EnvRunnerGroup.foreach_env_runner` drops failed calls and says neither which nor why; this asks the actor
     manager below it. An exception of the local runner propagates: there is no other runner to go on with.
     """
-    calls = dict(call) if isinstance(call, Mapping) else dict.fromkeys(runner_ids(group) if ids is None else ids, call)
+    calls = (
+        dict(call)
+        if isinstance(call, Mapping)
+        else dict.fromkeys(runner_ids(group) if ids is None else ids, call)
+    )
     replies = Replies()
     if LOCAL in calls:
         reply = calls.pop(LOCAL)(group.local_env_runner)

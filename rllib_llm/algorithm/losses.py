@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FALLBACK_CORRECTION", "advantage_kind", "build_loss", "correction_of", "loss_violations"]
 
-FALLBACK_CORRECTION = Correction("tis_token")
+FALLBACK_CORRECTION = Correction("tis_token", upper=2.0)
 """What the guard's action "correct" switches on when the policy names no correction."""
 
 
@@ -55,7 +55,9 @@ def loss_violations(grpo: GRPOSettings, rollout: RolloutSettings) -> list[str]:
     except ValueError as error:
         violations.append(f"grpo.loss = {grpo.loss!r}: {error}")
     if grpo.advantages is not None and grpo.advantages not in ADVANTAGE_KINDS:
-        violations.append(f"grpo.advantages = {grpo.advantages!r} must be one of {', '.join(ADVANTAGE_KINDS)}.")
+        violations.append(
+            f"grpo.advantages = {grpo.advantages!r} must be one of {', '.join(ADVANTAGE_KINDS)}."
+        )
     elif grpo.loss in LOSSES and advantage_kind(grpo) != "reinforce++" and rollout.group_size < 2:
         violations.append(
             f"rollout_config.group_size = {rollout.group_size}: advantages of kind {advantage_kind(grpo)!r} compare the "

@@ -49,7 +49,9 @@ class PrecisionMonitor:
         """train_logprobs: index of the episode -> float32 [trained tokens], under the weights that sampled it."""
         order = sorted(train_logprobs)
         train = torch.from_numpy(np.concatenate([train_logprobs[i] for i in order]))
-        rollout = torch.from_numpy(np.concatenate([episodes[i].logprobs[episodes[i].loss_mask] for i in order]))
+        rollout = torch.from_numpy(
+            np.concatenate([episodes[i].logprobs[episodes[i].loss_mask] for i in order])
+        )
         lengths = torch.tensor([len(train_logprobs[i]) for i in order])
         sequence_ids = torch.repeat_interleave(torch.arange(len(order)), lengths)
         mask = torch.ones(len(train), dtype=torch.bool)

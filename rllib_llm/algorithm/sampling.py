@@ -52,7 +52,14 @@ class Collected:
         self.errors += other.errors
 
 
-def dispatch(group: EnvRunnerGroup, indices: Sequence[int], version: int | None, timeout_s: float | None, *, evaluation: bool) -> Collected:
+def dispatch(
+    group: EnvRunnerGroup,
+    indices: Sequence[int],
+    version: int | None,
+    timeout_s: float | None,
+    *,
+    evaluation: bool,
+) -> Collected:
     """Has each problem sampled by some runner; problems of a runner that fails go to the others.
 
     version: episodes sampled with weights of another version are refused (left out and counted).
@@ -62,8 +69,12 @@ def dispatch(group: EnvRunnerGroup, indices: Sequence[int], version: int | None,
         runners = runner_ids(group)
         if not todo or not runners:
             break
-        shares = {runner: todo[i :: len(runners)] for i, runner in enumerate(runners) if todo[i :: len(runners)]}
-        calls = {runner: partial(_sample, indices=share, evaluation=evaluation) for runner, share in shares.items()}
+        shares = {
+            runner: todo[i :: len(runners)] for i, runner in enumerate(runners) if todo[i :: len(runners)]
+        }
+        calls = {
+            runner: partial(_sample, indices=share, evaluation=evaluation) for runner, share in shares.items()
+        }
         replies = call_runners(group, calls, timeout_s=timeout_s)
         todo = [index for runner in [*replies.died, *replies.timed_out] for index in shares[runner]]
         out.errors += [f"env runner {runner}: no answer within {timeout_s} s" for runner in replies.timed_out]

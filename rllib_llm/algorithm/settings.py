@@ -14,7 +14,16 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-__all__ = ["GRPOSettings", "ModelSettings", "PrecisionSettings", "RolloutSettings", "closest", "defaults", "describe", "parse"]
+__all__ = [
+    "GRPOSettings",
+    "ModelSettings",
+    "PrecisionSettings",
+    "RolloutSettings",
+    "closest",
+    "defaults",
+    "describe",
+    "parse",
+]
 
 S = TypeVar("S")
 
@@ -136,7 +145,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def closest(name: str, known: typing.Iterable[str]) -> str:
-    """" (closest: 'x')", or an empty string when nothing looks like `name`."""
+    """ " (closest: 'x')", or an empty string when nothing looks like `name`."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (closest: {match[0]!r})" if match else ""
 

@@ -53,7 +53,9 @@ def make_shards(
     return [_shard(episodes, advantages, minibatch, rows) for rows in rows_of]
 
 
-def _shard(episodes: Sequence[TextEpisode], advantages: np.ndarray, minibatch: np.ndarray, rows: list[int]) -> Shard:
+def _shard(
+    episodes: Sequence[TextEpisode], advantages: np.ndarray, minibatch: np.ndarray, rows: list[int]
+) -> Shard:
     chosen = [episodes[row] for row in rows]
     index = np.asarray(rows, np.int64)
 

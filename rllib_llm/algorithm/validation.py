@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = {
     "enable_env_runner_and_connector_v2": (True, "RLlib's new API stack"),
 }
 # Attributes RLlib adds to a config after construction.
-_ADDED_BY_RLLIB = {"class", "worker_index", "simple_optimizer"}
+_ADDED_BY_RLLIB = {"class", "worker_index", "simple_optimizer", "__stdout_file__", "__stderr_file__"}
 
 
 def config_violations(config: GRPOConfig) -> list[str]:
@@ -38,7 +38,9 @@ def config_violations(config: GRPOConfig) -> list[str]:
     for name, (allowed, instead) in _WITHOUT_EFFECT.items():
         if config.__dict__[name] != allowed:
             shown = name.lstrip("_").removesuffix("_str")
-            violations.append(f"{shown} = {config.__dict__[name]!r} has no effect in {type(config).__name__}; use {instead}.")
+            violations.append(
+                f"{shown} = {config.__dict__[name]!r} has no effect in {type(config).__name__}; use {instead}."
+            )
     parsed = {}
     for group, cls in GROUPS.items():
         parsed[group], found = parse(cls, getattr(config, group), group)
@@ -65,7 +67,9 @@ def _unknown_attributes(config: GRPOConfig) -> list[str]:
 
 def _model(llm) -> list[str]:
     if llm.path is None:
-        return ["llm.path is not set: choose a model with .model('tiny-chain') or .model('/path/to/hf_model')."]
+        return [
+            "llm.path is not set: choose a model with .model('tiny-chain') or .model('/path/to/hf_model')."
+        ]
     from rllib_llm.models.paths import resolve_model_path
 
     violations = []
@@ -82,7 +86,14 @@ def _model(llm) -> list[str]:
 
 def _rollout(rollout) -> list[str]:
     v = []
-    for key in ("group_size", "prompts_per_iteration", "max_new_tokens", "max_turns", "eval_samples", "max_empty_samples"):
+    for key in (
+        "group_size",
+        "prompts_per_iteration",
+        "max_new_tokens",
+        "max_turns",
+        "eval_samples",
+        "max_empty_samples",
+    ):
         if getattr(rollout, key) < 1:
             v.append(f"rollout_config.{key} = {getattr(rollout, key)} must be at least 1.")
     if rollout.temperature <= 0.0:
@@ -129,7 +140,9 @@ def _training(config: GRPOConfig, grpo, rollout) -> list[str]:
         )
     learners = max(1, config.num_learners)
     if steps >= 1 and samples < learners * steps:
-        v.append(f"{samples} samples per iteration cannot feed num_learners = {learners} x {steps} minibatches.")
+        v.append(
+            f"{samples} samples per iteration cannot feed num_learners = {learners} x {steps} minibatches."
+        )
     if config.num_env_runners > rollout.prompts_per_iteration:
         v.append(
             f"num_env_runners = {config.num_env_runners} exceeds rollout_config.prompts_per_iteration = "

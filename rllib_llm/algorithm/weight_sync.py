@@ -34,8 +34,16 @@ class WeightPushError(RuntimeError):
 class WeightSync:
     """Keeps env runners on the learner's weights and both sides on one precision policy."""
 
-    def __init__(self, learner_group: LearnerGroup, policy: PrecisionPolicy, timeout_s: float):
-        self.learner_group, self.policy, self.timeout_s = learner_group, policy, timeout_s
+    def __init__(
+        self, learner_group: LearnerGroup, policy: PrecisionPolicy, timeout_s: float, *, remote: bool
+    ):
+        """remote: some env runner is an actor, so that an export goes through Ray's object store."""
+        self.learner_group, self.policy, self.timeout_s, self.remote = (
+            learner_group,
+            policy,
+            timeout_s,
+            remote,
+        )
         self._exported: ExportedWeights | None = None
         self._sent: ExportedWeights | None = None
         self._train_side: Attestation | None = None
@@ -88,7 +96,9 @@ class WeightSync:
             held={name: a.weights for name, a in rollout.items()},
         )
 
-    def _attestations(self, group: EnvRunnerGroup, runner_ids: Sequence[int] | None = None) -> dict[str, Attestation]:
+    def _attestations(
+        self, group: EnvRunnerGroup, runner_ids: Sequence[int] | None = None
+    ) -> dict[str, Attestation]:
         replies = call_runners(group, _attest, runner_ids, self.timeout_s)
         for runner, reply in replies.answers.items():
             if reply.error is not None:
@@ -96,8 +106,7 @@ class WeightSync:
         return {f"rollout/{runner}": reply.value for runner, reply in replies.answers.items()}
 
     def _export(self) -> ExportedWeights:
-        by_reference = ray.is_initialized()
-        return self._from_learner(partial(_exported, by_reference=by_reference))
+        return self._from_learner(partial(_exported, by_reference=self.remote))
 
     def _from_learner(self, call: Callable[[Any], Any]) -> Any:
         """Result of a call on the first learner. All learners hold equal weights (asserted at build)."""

@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 __all__ = ["Collective"]
 
-BUCKET_ELEMENTS = 2**26  # 256 MB of fp32 per message: large enough to saturate a link, small enough to hold twice
+BUCKET_ELEMENTS = (
+    2**26
+)  # 256 MB of fp32 per message: large enough to saturate a link, small enough to hold twice
 
 
 class Collective:

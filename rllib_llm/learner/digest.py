@@ -23,5 +23,7 @@ def tensor_digest(tensors: Mapping[str, torch.Tensor]) -> str:
         flat = value.reshape(-1).view(torch.uint8)
         words = flat[: len(flat) // 2 * 2].view(torch.int16).to(torch.int64)
         weights = torch.arange(words.numel(), device=words.device) % 65521 + 1
-        digest.update(f"{int(words.sum())}|{int((words * weights).sum())}|{flat[len(words) * 2 :].tolist()}\n".encode())
+        digest.update(
+            f"{int(words.sum())}|{int((words * weights).sum())}|{flat[len(words) * 2 :].tolist()}\n".encode()
+        )
     return digest.hexdigest()

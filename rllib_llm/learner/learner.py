@@ -99,7 +99,9 @@ class LLMTorchLearner(WeightSource, TorchLearner):
     # ---------------------------------------------------------------- the update
 
     @override(TorchLearner)
-    def _uncompiled_update(self, batch: dict[str, Any], **kwargs: Any) -> tuple[Any, dict[str, torch.Tensor], Any]:
+    def _uncompiled_update(
+        self, batch: dict[str, Any], **kwargs: Any
+    ) -> tuple[Any, dict[str, torch.Tensor], Any]:
         [(module_id, columns)] = batch.items()
         shard = Shard.from_columns(columns)
         epochs, steps = shard.minibatch.shape[1], self.settings.grpo.minibatches_per_epoch
@@ -124,11 +126,17 @@ class LLMTorchLearner(WeightSource, TorchLearner):
     def _law(self, micro: MicroBatch) -> dict[str, Any]:
         """Keyword arguments that make `CausalLM.token_logprobs` score the distribution the engine sampled from."""
         rollout = self.settings.rollout
-        law: dict[str, Any] = {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p}
+        law: dict[str, Any] = {
+            "temperature": rollout.temperature,
+            "top_k": rollout.top_k,
+            "top_p": rollout.top_p,
+        }
         if rollout.min_new_tokens:
             first = torch.ones_like(micro.sequence_ids, dtype=torch.bool)
             first[1:] = micro.sequence_ids[1:] != micro.sequence_ids[:-1]
-            start = torch.cummax(torch.where(first, torch.arange(len(first), device=first.device), 0), 0).values
+            start = torch.cummax(
+                torch.where(first, torch.arange(len(first), device=first.device), 0), 0
+            ).values
             position = torch.arange(len(first), device=first.device) - start
             lm = self.lm_module.lm
             stop_ids = {*eos_token_ids(lm.config, lm.source_path), *rollout.stop_token_ids}
@@ -155,14 +163,18 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         for micro in micro_batches:
             inputs = self._inputs(micro) | {"count": count}
             fwd = self.module.forward_train({module_id: inputs})[module_id]
-            loss = self.compute_loss_for_module(module_id=module_id, config=self.config, batch=inputs, fwd_out=fwd)
+            loss = self.compute_loss_for_module(
+                module_id=module_id, config=self.config, batch=inputs, fwd_out=fwd
+            )
             (loss * self.scaler.scale).backward()
             self.gradients.accumulate()
             self._add(names.NUM_MICRO_BATCHES, 1.0, 0.0)
         self._apply()
 
     @override(Learner)
-    def compute_loss_for_module(self, *, module_id: str, config: Any, batch: dict[str, Any], fwd_out: dict[str, Any]) -> torch.Tensor:
+    def compute_loss_for_module(
+        self, *, module_id: str, config: Any, batch: dict[str, Any], fwd_out: dict[str, Any]
+    ) -> torch.Tensor:
         """This micro-batch's part of the loss, already divided by the count of all learners; adds its metrics."""
         micro, logp = batch["micro_batch"], fwd_out["logp"]
         if not self._fixed_old:
@@ -171,7 +183,12 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         correction, weights = self._correction(), None
         if correction is not None:
             weights, _ = correction_weights(
-                correction, old_logp, micro.rollout_logprobs, micro.mask, micro.sequence_ids, micro.num_sequences
+                correction,
+                old_logp,
+                micro.rollout_logprobs,
+                micro.mask,
+                micro.sequence_ids,
+                micro.num_sequences,
             )
         reference = None
         if self.lm_module.reference is not None:
@@ -231,7 +248,11 @@ class LLMTorchLearner(WeightSource, TorchLearner):
 
     def _log(self, module_id: str, shard: Shard) -> float:
         """Logs the metrics of all learners together, the same values on each; returns the loss."""
-        per_step = {names.GRAD_NORM, names.LEARNING_RATE, names.NUM_SKIPPED_STEPS}  # already equal on all learners
+        per_step = {
+            names.GRAD_NORM,
+            names.LEARNING_RATE,
+            names.NUM_SKIPPED_STEPS,
+        }  # already equal on all learners
         merged: dict[str, tuple[float, float]] = {}
         for sums in self.collective.gather(self._sums):
             for name, (total, count) in sums.items():
@@ -246,7 +267,6 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         values[names.NUM_OPTIMIZER_STEPS] = self.optimizer_steps
         values[names.NUM_SKIPPED_STEPS_LIFETIME] = self.skipped_steps
         values[names.LOSS_SCALE] = self.scaler.scale
-        values[names.CORRECTION_ACTIVE] = float(self._correction() is not None)
         for name, value in values.items():
             self.metrics.log_value((module_id, name), float(value), window=1)
         return values.get(names.LOSS, 0.0)
@@ -255,7 +275,9 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         """(sequence index, float32 [C] log-probs of its trained tokens under the weights that sampled), once."""
         shard, logp = self._shard, self._train_logp
         out = []
-        for row, (start, length) in enumerate(zip(shard.starts.tolist(), shard.lengths.tolist(), strict=True)):
+        for row, (start, length) in enumerate(
+            zip(shard.starts.tolist(), shard.lengths.tolist(), strict=True)
+        ):
             part = slice(start, start + length)
             out.append((int(shard.sequence_index[row]), logp[part][shard.trained[part].bool()].cpu().numpy()))
         self._shard = self._train_logp = None
@@ -271,7 +293,9 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         return tensor_digest(tensors)
 
     @override(Learner)
-    def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def get_state(
+        self, components: Any = None, *, not_components: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
         state = super().get_state(components, not_components=not_components, **kwargs)
         if self._check_component(_OWN_STATE, components, not_components):
             state[_OWN_STATE] = {

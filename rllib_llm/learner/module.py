@@ -93,25 +93,40 @@ class CausalLMModule(TorchRLModule):
         """Copies a full state in place. Raises RuntimeError for missing, unexpected or ill-shaped tensors,
         ValueError for another dtype (copying would round)."""
         own = self.lm.state_dict()
-        wrong = [f"{k}: {state[k].dtype}, not {v.dtype}" for k, v in own.items() if k in state and state[k].dtype != v.dtype]
+        wrong = [
+            f"{k}: {state[k].dtype}, not {v.dtype}"
+            for k, v in own.items()
+            if k in state and state[k].dtype != v.dtype
+        ]
         if wrong:
-            raise ValueError(f"CausalLMModule.set_state would round {len(wrong)} tensors: {'; '.join(wrong[:5])}")
+            raise ValueError(
+                f"CausalLMModule.set_state would round {len(wrong)} tensors: {'; '.join(wrong[:5])}"
+            )
         self.lm.load_state_dict(state, strict=True)
 
     @override(RLModule)
     def save_to_path(
-        self, path: Any = None, *, state: dict | None = None, filesystem: Any = None, use_msgpack: bool = False
+        self,
+        path: Any = None,
+        *,
+        state: dict | None = None,
+        filesystem: Any = None,
+        use_msgpack: bool = False,
     ) -> str:
         """RLlib's files, with the weights in safetensors instead of a pickle."""
         state = self.get_state() if state is None else state
-        out = super().save_to_path(path, state={"weights": WEIGHTS_FILE}, filesystem=filesystem, use_msgpack=use_msgpack)
+        out = super().save_to_path(
+            path, state={"weights": WEIGHTS_FILE}, filesystem=filesystem, use_msgpack=use_msgpack
+        )
         filesystem = filesystem or pyarrow.fs.LocalFileSystem()
         with filesystem.open_output_stream((pathlib.Path(out) / WEIGHTS_FILE).as_posix()) as file:
             file.write(safetensors.torch.save({k: v.contiguous() for k, v in state.items()}))
         return out
 
     @override(RLModule)
-    def restore_from_path(self, path: Any, *, component: str | None = None, filesystem: Any = None, **kwargs: Any) -> None:
+    def restore_from_path(
+        self, path: Any, *, component: str | None = None, filesystem: Any = None, **kwargs: Any
+    ) -> None:
         if filesystem is None:
             filesystem, path = pyarrow.fs.FileSystem.from_uri(str(path))
         with filesystem.open_input_stream((pathlib.Path(path) / WEIGHTS_FILE).as_posix()) as file:

@@ -68,7 +68,9 @@ class PolicyAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state.get(param, {})
-                entries.append({k: v.detach().cpu().clone() if torch.is_tensor(v) else v for k, v in state.items()})
+                entries.append(
+                    {k: v.detach().cpu().clone() if torch.is_tensor(v) else v for k, v in state.items()}
+                )
         return {"state": entries, "state_dtype": str(self.state_dtype)}
 
     def set_exact_state(self, saved: dict[str, Any]) -> None:
@@ -84,7 +86,9 @@ class PolicyAdamW(torch.optim.Optimizer):
             problems.append(f"{len(saved['state'])} entries for {len(params)} parameters")
         for i, (param, entry) in enumerate(zip(params, saved["state"], strict=False)):
             if entry and entry["exp_avg"].shape != param.shape:
-                problems.append(f"moments of parameter {i} are {tuple(entry['exp_avg'].shape)}, not {tuple(param.shape)}")
+                problems.append(
+                    f"moments of parameter {i} are {tuple(entry['exp_avg'].shape)}, not {tuple(param.shape)}"
+                )
         if problems:
             raise ValueError("optimizer state does not fit this model: " + "; ".join(problems))
         for param, entry in zip(params, saved["state"], strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ def toy_config(toy_model: str) -> Callable[..., Any]:
     from rllib_llm import GRPOConfig
     from tests.rllib.toy import CopyDigit
 
-    def make(policy: str = "unified-fp8", env: Any = CopyDigit, env_config: dict | None = None, **rollout: Any) -> Any:
+    def make(
+        policy: str = "unified-fp8", env: Any = CopyDigit, env_config: dict | None = None, **rollout: Any
+    ) -> Any:
         settings = {"group_size": 4, "prompts_per_iteration": 4, "max_new_tokens": 4} | rollout
         return (
             GRPOConfig()
@@ -43,3 +45,18 @@ def toy_config(toy_model: str) -> Callable[..., Any]:
         )
 
     return make
+
+
+@pytest.fixture
+def build(toy_config: Callable[..., Any], ray_session: Any) -> Iterator[Callable[..., Any]]:
+    """Function building an algorithm from a config (or from keyword arguments of `toy_config`); stops it after the test."""
+    built = []
+
+    def make(config: Any = None, **kwargs: Any) -> Any:
+        algo = (config or toy_config(**kwargs)).build_algo()
+        built.append(algo)
+        return algo
+
+    yield make
+    for algo in built:
+        algo.stop()

@@ -11,11 +11,12 @@ from rllib_llm.envs.protocol import Prompt, StepResult
 
 ALPHABET = "0123456789=+?#"
 EOS, PAD = "<eos>", "<pad>"
-VOCABULARY = [*ALPHABET, EOS, PAD]
+PAIRS = ("00", "11", "22", "33")  # never encoded, only sampled: encode(decode(ids)) is not ids
+VOCABULARY = [*ALPHABET, EOS, PAD, *PAIRS]
 
 
 class CopyDigit:
-    """"7=" wants "7" and the end. Reward 0.6 for the digit, 0.4 for stopping after it."""
+    """ "7=" wants "7" and the end. Reward 0.6 for the digit, 0.4 for stopping after it."""
 
     def __init__(self, config: dict[str, Any], split: str = "train", seed: int = 0):
         self.config, self.split, self.seed = config, split, seed
@@ -35,7 +36,9 @@ class CopyDigit:
         right = completion[:1] == self.digit
         alone = len(completion) == 1
         rewards = {"digit": float(right), "stop": float(alone)}
-        return StepResult(0.6 * right + 0.4 * (right and alone), True, rewards=rewards)
+        return StepResult(
+            0.6 * right + 0.3 * (right and alone) + 0.1 * (self.digit in completion), True, rewards=rewards
+        )
 
 
 class AskTwice(CopyDigit):
@@ -62,7 +65,7 @@ def make_model(directory: Path, seed: int = 0, hidden: int = 128) -> Path:
 
     directory.mkdir(parents=True, exist_ok=True)
     config = Qwen3Config(
-        vocab_size=128,
+        vocab_size=len(VOCABULARY),
         hidden_size=hidden,
         intermediate_size=hidden,
         num_hidden_layers=2,
@@ -82,6 +85,8 @@ def make_model(directory: Path, seed: int = 0, hidden: int = 128) -> Path:
     characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     characters.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=EOS, pad_token=PAD).save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=EOS, pad_token=PAD).save_pretrained(
+        directory
+    )
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": VOCABULARY.index(EOS)}))
     return directory

@@ -1,0 +1,313 @@
+"""The loop in one process: it learns, reports, samples what it was told to, and evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rllib_llm import metric_names as names
+from rllib_llm.algorithm.sampling import NoSamplesError
+from tests.rllib.toy import AskTwice, CopyDigit
+
+Make = Callable[..., Any]
+
+
+def runner_of(algo: Any) -> Any:
+    return algo.env_runner_group.local_env_runner
+
+
+def test_grpo_learns_to_copy_a_digit(build: Make, toy_config: Make) -> None:
+    """The mean return of the toy task rises from chance to above 0.6 in 25 iterations, under FP8 on both sides.
+
+    Threshold: seeds 0, 1, 2 reached 0.76 or more by iteration 25, from 0.09-0.13.
+    """
+    config = toy_config(group_size=8, prompts_per_iteration=16, max_new_tokens=2).training(lr=2e-3)
+    algo = build(config)
+    returns = [algo.train()[names.ENV_RUNNERS][names.EPISODE_RETURN_MEAN] for _ in range(25)]
+    assert returns[0] < 0.2
+    assert np.mean(returns[-5:]) > 0.6
+
+
+def test_unified_policy_has_no_mismatch_at_all(build: Make) -> None:
+    """Under unified-fp8 every sampled token has the same log-probability bits on both sides, after updates too."""
+    algo = build()
+    for _ in range(3):
+        result = algo.train()
+        assert result[names.MISMATCH]["bit_equal_share"] == 1.0
+        assert result[names.MISMATCH]["max_abs"] == 0.0
+        assert result[names.PRECISION][names.CORRECTION_ACTIVE] == 0.0
+
+
+def test_mixed_policy_shows_its_mismatch_and_corrects_it(build: Make) -> None:
+    """Under mixed-bf16-fp8 the mismatch is not zero, is reported, and its correction weights the loss."""
+    result = build(policy="mixed-bf16-fp8").train()
+    assert result[names.MISMATCH]["max_abs"] > 0.0
+    assert result[names.PRECISION][names.CORRECTION_ACTIVE] == 1.0
+    assert result[names.CORRECTION]["raw_max"] != 1.0
+
+
+@pytest.mark.parametrize(
+    "law", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"top_p": 0.8}, {"min_new_tokens": 3}]
+)
+def test_learner_scores_the_distribution_that_was_sampled(build: Make, toy_config: Make, law: dict) -> None:
+    """With temperature, truncation or a minimum length the learner's log-probabilities equal the engine's, bit by bit."""
+    from precision_policies import load_policy
+
+    policy = load_policy("unified-fp8").to_dict()
+    policy["logprobs"]["truncation"] = "renormalise"
+    result = build(toy_config(policy, **law)).train()
+    assert result[names.MISMATCH]["bit_equal_share"] == 1.0
+    assert result[names.MISMATCH]["num_tokens"] > 0
+
+
+def test_every_documented_metric_is_reported(build: Make) -> None:
+    """The constants of metric_names are the keys of a result."""
+    algo = build()
+    algo.evaluate()
+    result = algo.train()
+    runner = result[names.ENV_RUNNERS]
+    for name in (
+        names.EPISODE_RETURN_MEAN, names.RESPONSE_LENGTH_MEAN, names.PROMPT_LENGTH_MEAN, names.TOKENS_PER_S,
+        names.NUM_TOKENS_SAMPLED, names.NUM_REWARD_ERRORS, names.TRUNCATED_SHARE, names.SOLVED_SHARE,
+        names.EPISODE_LEN_MEAN, names.NUM_TURNS_MEAN, names.EPISODE_RETURN_MAX, names.EPISODE_RETURN_MIN,
+        names.NUM_REWARD_ERRORS_LIFETIME,
+    ):  # fmt: skip
+        assert np.isfinite(runner[name]), name
+    assert set(runner[names.REWARDS]) == {"digit", "stop"}
+    learner = result[names.LEARNERS]["default_policy"]
+    for name in (
+        names.LOSS, names.GRAD_NORM, names.ENTROPY, names.CLIP_FRACTION, names.LEARNING_RATE, names.NUM_TOKENS,
+        names.NUM_OPTIMIZER_STEPS, names.NUM_SKIPPED_STEPS, names.NUM_SKIPPED_STEPS_LIFETIME,
+        names.NUM_MICRO_BATCHES, names.LOSS_SCALE,
+    ):  # fmt: skip
+        assert np.isfinite(learner[name]), name
+    for name in (
+        names.NUM_SAMPLES_REFUSED, names.NUM_PROMPTS_LOST, names.NUM_EMPTY_SAMPLES, names.NUM_SAMPLE_ROUNDS,
+        names.NUM_GROUPS_WITHOUT_SIGNAL,
+    ):  # fmt: skip
+        assert np.isfinite(result[name]), name
+    for name in (
+        names.SAMPLE_TIMER, names.LEARN_TIMER, names.PUSH_WEIGHTS_TIMER, names.MISMATCH_TIMER, names.ADVANTAGE_TIMER
+    ):  # fmt: skip
+        assert result[names.TIMERS][name] > 0.0, name
+    assert result["precision_policy"] == "unified-fp8"
+    assert result["precision_fingerprint"] == algo.settings.policy.fingerprint
+
+
+def test_kl_to_the_frozen_reference_starts_at_zero_and_grows(build: Make, toy_config: Make) -> None:
+    """The reference holds the initial weights: KL is exactly 0 before the first update and positive after."""
+    algo = build(toy_config().training(kl_coeff=0.1, lr=1e-2))
+    first = algo.train()[names.LEARNERS]["default_policy"][names.KL_REFERENCE]
+    second = algo.train()[names.LEARNERS]["default_policy"][names.KL_REFERENCE]
+    assert first == 0.0
+    assert second > 0.0
+
+
+def test_more_than_one_step_uses_log_probs_of_the_weights_that_sampled(build: Make, toy_config: Make) -> None:
+    """With epochs and minibatches the ratio starts at 1 and drifts, the mismatch is still that of the old weights."""
+    result = build(toy_config().training(num_epochs=2, minibatches_per_epoch=2, lr=1e-2)).train()
+    learner = result[names.LEARNERS]["default_policy"]
+    assert learner[names.NUM_OPTIMIZER_STEPS] == 4
+    assert learner["approx_kl"] > 0.0
+    assert result[names.MISMATCH]["bit_equal_share"] == 1.0
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++"])
+def test_every_loss_trains(build: Make, toy_config: Make, loss: str) -> None:
+    """Each loss by name makes a finite, non-zero gradient step."""
+    learner = build(toy_config().training(loss=loss)).train()[names.LEARNERS]["default_policy"]
+    assert learner[names.GRAD_NORM] > 0.0
+    assert learner[names.NUM_SKIPPED_STEPS] == 0
+
+
+def test_multi_turn_episodes_mask_what_the_environment_wrote(build: Make, toy_config: Make) -> None:
+    """Observation tokens are in the context, have no log-probability, and are not trained."""
+    algo = build(toy_config(env=AskTwice, max_turns=2, max_new_tokens=3))
+    episodes = runner_of(algo).sample(prompt_indices=[0, 1])
+    observation = algo.env_runner.encoder.tokenizer("+0=", add_special_tokens=False)["input_ids"]
+    for episode in episodes:
+        assert episode.num_turns == 2
+        written = episode.completion_ids[~episode.loss_mask]
+        assert len(written) == len(observation)
+        assert written[0] == observation[0]
+        assert (episode.logprobs[~episode.loss_mask] == 0.0).all()
+        assert (episode.logprobs[episode.loss_mask] < 0.0).all()
+    algo.env_runner.get_metrics()  # forget what sampling by hand logged
+    result = algo.train()
+    tokens = result[names.LEARNERS]["default_policy"][names.NUM_TOKENS]
+    assert tokens == result[names.ENV_RUNNERS][names.NUM_TOKENS_SAMPLED]
+    assert result[names.MISMATCH]["bit_equal_share"] == 1.0
+
+
+def test_token_ids_are_never_tokenised_again(build: Make, toy_config: Make) -> None:
+    """What is trained are the sampled ids, even where decoding and encoding them would give others."""
+    algo = build(toy_config(env=AskTwice, max_turns=2))
+    runner = runner_of(algo)
+    sampled: list[list[int]] = []
+    generate = runner.engine.generate
+
+    def spy(prompts: Any, params: Any, seeds: Any = None) -> Any:
+        answers = generate(prompts, params, seeds=seeds)
+        sampled.extend(c.token_ids.tolist() for row in answers for c in row)
+        return answers
+
+    runner.engine.generate = spy
+    episodes = runner.sample(prompt_indices=[0])
+    trained = sorted(t for e in episodes for t in e.completion_ids[e.loss_mask].tolist())
+    assert trained == sorted(t for ids in sampled for t in ids)
+    encoder, ids = runner.encoder, [t for row in sampled for t in row]
+    assert encoder.tokenizer(encoder.decode(ids))["input_ids"] != ids, (
+        "the toy tokenizer cannot invert random ids"
+    )
+
+
+def test_reward_errors_cost_their_sample_and_are_counted(build: Make, toy_config: Make) -> None:
+    """A reward function that raises loses its episodes only; a problem that cannot be made loses its group."""
+    algo = build(toy_config(env_config={"broken_rewards": [1], "broken_problems": [2]}))
+    result = algo.train()
+    assert result[names.ENV_RUNNERS][names.NUM_REWARD_ERRORS] == 8
+    assert result[names.ENV_RUNNERS]["num_episodes"] == 8
+    assert result[names.LEARNERS]["default_policy"]["module_train_batch_size_mean"] == 8
+
+
+def test_nothing_but_errors_stops_the_run(build: Make, toy_config: Make) -> None:
+    """Three iterations without a usable sample end training with an error that says so (RLlib would go on for ever)."""
+    algo = build(toy_config(env_config={"broken_rewards": list(range(100))}))
+    algo.train()
+    algo.train()
+    with pytest.raises(NoSamplesError, match="3 iterations in a row"):
+        algo.train()
+
+
+def test_callbacks_are_made(build: Make, toy_config: Make) -> None:
+    """Users' RLlib callbacks see every episode's creation, start and end, and the samples."""
+    from ray.rllib.callbacks.callbacks import RLlibCallback
+
+    seen: list[str] = []
+
+    class Recorder(RLlibCallback):
+        def on_environment_created(self, **kwargs: Any) -> None:
+            seen.append("environment")
+
+        def on_episode_created(self, *, episode: Any, **kwargs: Any) -> None:
+            seen.append("created")
+
+        def on_episode_start(self, *, episode: Any, **kwargs: Any) -> None:
+            seen.append("start")
+
+        def on_episode_step(self, *, episode: Any, **kwargs: Any) -> None:
+            seen.append("step")
+
+        def on_episode_end(self, *, episode: Any, metrics_logger: Any, **kwargs: Any) -> None:
+            metrics_logger.log_value("mine", episode.get_return(), reduce="mean")
+            seen.append("end")
+
+        def on_sample_end(self, *, samples: list, **kwargs: Any) -> None:
+            seen.append(f"samples {len(samples)}")
+
+    config = toy_config(env=AskTwice, max_turns=2, group_size=2, prompts_per_iteration=1).callbacks(Recorder)
+    result = build(config).train()
+    assert seen.count("created") == seen.count("start") == seen.count("step") == seen.count("end") == 2
+    assert "environment" in seen
+    assert "samples 2" in seen
+    assert np.isfinite(result[names.ENV_RUNNERS]["mine"])
+
+
+def test_evaluation_is_greedy_on_the_other_split_and_leaves_training_alone(
+    build: Make, toy_config: Make
+) -> None:
+    """evaluate() plays each evaluation problem once, greedily, with the current weights; training goes on unchanged."""
+    config = toy_config().evaluation(evaluation_duration=6)
+    with_eval, without = build(config), build(config)
+    with_eval.train(), without.train()
+    first, second = with_eval.evaluate()[names.ENV_RUNNERS], with_eval.evaluate()[names.ENV_RUNNERS]
+    assert first["num_episodes"] == second["num_episodes"] == 6
+    assert first[names.EPISODE_RETURN_MEAN] == second[names.EPISODE_RETURN_MEAN]
+    episodes = runner_of(with_eval).sample(prompt_indices=range(6), evaluation=True)
+    assert {e.info["id"] for e in episodes} == {f"eval-{i}" for i in range(6)}
+    assert np.mean([e.reward for e in episodes]) == pytest.approx(first[names.EPISODE_RETURN_MEAN])
+    runner_of(with_eval).get_metrics()  # forget what sampling by hand logged
+    a, b = with_eval.train(), without.train()
+    assert a[names.ENV_RUNNERS][names.EPISODE_RETURN_MEAN] == b[names.ENV_RUNNERS][names.EPISODE_RETURN_MEAN]
+    assert (
+        a[names.LEARNERS]["default_policy"][names.GRAD_NORM]
+        == b[names.LEARNERS]["default_policy"][names.GRAD_NORM]
+    )
+
+
+def test_sampled_evaluation(build: Make, toy_config: Make) -> None:
+    """With eval_temperature > 0 every evaluation problem gets eval_samples answers; explore=False is greedy again."""
+    algo = build(toy_config(eval_temperature=1.0, eval_samples=3).evaluation(evaluation_duration=4))
+    assert algo.evaluate()[names.ENV_RUNNERS]["num_episodes"] == 12
+    episodes = runner_of(algo).sample(prompt_indices=[0], evaluation=True, explore=False)
+    assert len({tuple(e.completion_ids) for e in episodes}) == 1
+
+
+def test_evaluation_interval_reports_in_results(build: Make, toy_config: Make) -> None:
+    """evaluation_interval works without an evaluation group of its own, in the training runner's engine."""
+    algo = build(toy_config().evaluation(evaluation_interval=2, evaluation_duration=4))
+    assert algo.eval_env_runner_group is None
+    assert names.EVALUATION not in algo.train()
+    assert algo.train()[names.EVALUATION][names.ENV_RUNNERS]["num_episodes"] == 4
+
+
+def test_dynamic_sampling_fills_the_batch_with_informative_groups(build: Make, toy_config: Make) -> None:
+    """DAPO's dynamic sampling replaces groups whose rewards are all equal by new problems."""
+    algo = build(toy_config(group_size=8).training(dynamic_sampling=True, max_sample_rounds=50))
+    result = algo.train()
+    assert result[names.NUM_SAMPLE_ROUNDS] > 1
+    assert result[names.NUM_GROUPS_WITHOUT_SIGNAL] > 0
+    assert algo.next_prompt > 4
+    assert algo.consecutive_empty == 0
+
+
+def test_overlong_answers_are_punished(build: Make, toy_config: Make) -> None:
+    """With overlong_buffer the advantage of a long answer is below that of a short one with equal reward."""
+    algo = build(toy_config().training(overlong_buffer=3))
+    episodes = runner_of(algo).sample(prompt_indices=[0])
+    for episode, length in zip(episodes, (1, 4, 2, 3), strict=True):
+        episode.reward = 0.5
+        episode.loss_mask = np.arange(len(episode.loss_mask)) < length
+        episode.loss_mask = (
+            np.resize(episode.loss_mask, length) if len(episode.loss_mask) < length else episode.loss_mask
+        )
+    short, long = algo.advantages(episodes)[[0, 1]]
+    assert short > long
+
+
+def test_samples_of_other_weights_are_refused(build: Make) -> None:
+    """Episodes labelled with another weights version are left out, counted, and end the run when there is nothing else."""
+    algo = build()
+    runner_of(algo).engine._version = 77
+    result = algo.train()
+    assert result[names.NUM_SAMPLES_REFUSED] == 16
+    assert names.LEARNERS not in result
+    algo.train()
+    with pytest.raises(NoSamplesError, match="refused because of their weights version: 16"):
+        algo.train()
+
+
+def test_learning_rate_follows_warm_up_and_decay(build: Make, toy_config: Make) -> None:
+    """lr is reported as applied: linear warm-up, then linear decay to zero."""
+    algo = build(toy_config().training(lr=1e-3, warmup_steps=2, lr_decay="linear", total_steps=4))
+    rates = [float(algo.train()[names.LEARNERS]["default_policy"][names.LEARNING_RATE]) for _ in range(5)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4, 0.0])
+
+
+def test_rllib_schedules_count_completions(build: Make, toy_config: Make) -> None:
+    """RLlib's own lr schedule works; its time unit is sampled episodes."""
+    algo = build(toy_config().training(lr=[[0, 1e-3], [32, 0.0]]))
+    rates = [float(algo.train()[names.LEARNERS]["default_policy"][names.LEARNING_RATE]) for _ in range(2)]
+    assert rates == pytest.approx([5e-4, 0.0])
+
+
+def test_timers_are_those_of_the_iteration(build: Make, toy_config: Make) -> None:
+    """A slow iteration shows at once; RLlib's default would average over a hundred."""
+    algo = build(toy_config(env=CopyDigit))
+    fast = algo.train()[names.TIMERS][names.SAMPLE_TIMER]
+    runner_of(algo).factories["train"].config["delay_s"] = 0.02
+    slow = algo.train()[names.TIMERS][names.SAMPLE_TIMER]
+    assert slow > fast + 0.2
