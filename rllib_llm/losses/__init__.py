@@ -19,8 +19,7 @@ LOSSES: dict[str, type[Loss]] = {
 
 
 def make_loss(name: str, **config: Any) -> Loss:
-    """The loss called `name` with the given `LossConfig` fields; unknown names, keys and values are
-    refused."""
+    """The loss called `name` with these `LossConfig` fields; unknown names, keys and values are refused."""
     wrong = [] if name in LOSSES else [f"training.loss = {name!r}: one of {', '.join(sorted(LOSSES))}"]
     known = LossConfig.__dataclass_fields__
     wrong += [

@@ -22,8 +22,9 @@ NORMALISERS = ("tokens", "sequences", "constant")
 class LossInputs:
     """One packed micro-batch. T tokens of S whole sequences; a sequence is never split over micro-batches.
 
-    logp: fp32 [T], log-probability of each token under the trained policy; requires grad.
-    old_logp: fp32 [T], what the ratio is taken against (the trainer's own forward before the first update of
+    logp: fp32 [T], log-probability of each token under the trained policy; requires grad. old_logp: fp32
+    [T], finite on trained tokens, what the ratio is taken against (the trainer's own forward before the
+    first update of
         this batch, or the rollout's value); no grad.
     rollout_logp: fp32 [T], what the engine reported when it sampled the token. The losses do not read it
         (`corrections.correction_weights` and `mismatch` do); it is here so that one object holds the batch.
@@ -112,10 +113,8 @@ class Loss:
             clip_low=low if config.clip_low is None else config.clip_low,
             clip_high=high if config.clip_high is None else config.clip_high,
         )
-        self.clip_low, self.clip_high = (
-            float(self.config.clip_low or 0.0),
-            float(self.config.clip_high or 0.0),
-        )
+        self.clip_low = float(self.config.clip_low or 0.0)
+        self.clip_high = float(self.config.clip_high or 0.0)
         self._validate()
 
     def with_clip(self, clip_low: float, clip_high: float) -> Loss:
@@ -123,7 +122,7 @@ class Loss:
         return type(self)(replace(self.config, clip_low=clip_low, clip_high=clip_high))
 
     def policy_terms(self, batch: LossInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Per token [T]: the policy loss, the ratio, and whether the lower / the upper clip cut its
+        """Per token [T]: the policy loss, the ratio, and whether the lower / the upper clip cut the
         gradient."""
         raise NotImplementedError
 
@@ -148,13 +147,15 @@ class Loss:
         if batch.correction_weights is not None:
             policy = policy * batch.correction_weights
         total, extra = policy, {}
-        if self.config.kl_coeff and batch.ref_logp is not None:  # _require has refused a missing one
+        if batch.ref_logp is not None:
             kl = terms.kl_estimate(batch.logp, batch.ref_logp, self.config.kl_estimator)
-            total = total + self.config.kl_coeff * kl
             extra["kl_reference"] = kl
+            if self.config.kl_coeff:
+                total = total + self.config.kl_coeff * kl
         if batch.entropy is not None:
-            total = total - self.config.entropy_coeff * batch.entropy
             extra["entropy"] = batch.entropy
+            if self.config.entropy_coeff:
+                total = total - self.config.entropy_coeff * batch.entropy
         scale = self._token_scale(batch)
         with torch.no_grad():
             # KL(old || new), since the old policy sampled the tokens

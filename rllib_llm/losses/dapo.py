@@ -50,8 +50,7 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int, factor: floa
 
 @dataclass(frozen=True)
 class GroupSelection:
-    """keep: bool [N], samples of informative groups. resample: ids of the groups to sample again,
-    ascending."""
+    """keep: bool [N], samples of informative groups. resample: ids of the other groups, ascending."""
 
     keep: Tensor
     resample: tuple[int, ...]

@@ -47,8 +47,7 @@ def probe(
     forward: Callable[[nn.Module], Any],
     modules: Sequence[str] | None = None,
 ) -> list[LayerMismatch]:
-    """Runs `forward(model)` without grad on each side and compares the outputs of their modules, in
-    execution order.
+    """Runs `forward(model)` without grad on each side and compares module outputs in execution order.
 
     forward: say `lambda m: m(batch)`; must feed both sides the same tokens. modules: names to compare,
     default every named module whose output is a floating tensor on both sides. `first_difference`
@@ -102,8 +101,10 @@ def compare_outputs(module: str, train: Tensor, rollout: Tensor) -> LayerMismatc
 
 @contextmanager
 def captured_outputs(model: nn.Module, modules: Sequence[str] | None = None) -> Iterator[dict[str, Recorded]]:
-    """While open, records a copy of each module's (last) floating tensor output, in order of first
-    execution."""
+    """While open, records a copy of each module's last floating output (of a tuple, its first) and input.
+
+    In the order in which modules first finish: children before parents.
+    """
     outputs: dict[str, Recorded] = {}
 
     def hook(name: str) -> Callable[..., None]:

@@ -32,8 +32,7 @@ def metrics(
     positions: Tensor | None = None,
     buckets: bool = True,
 ) -> dict[str, float]:
-    """Every metric of `registry.METRICS`, and its buckets as "by_position/0-31/k3",
-    "by_probability/0.9-1.0/k3".
+    """Every metric of `registry.METRICS`, plain and per bucket ("by_position/0-31/k3").
 
     train_logp, rollout_logp: fp32 (or fp64) [T], of the same sampled tokens, of the distribution that was
     sampled (temperature and truncation applied on both sides, see `sampling.require_comparable_sampling`).
@@ -60,25 +59,19 @@ def metrics(
     terms = _per_token(train, rollout)
     values = _overall(terms, n)
     if sequence_ids is None:
-        values["ppl_ratio"] = terms["k1"].mean().exp()
+        values["ppl_ratio"] = terms["k1"].mean().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     else:
         values |= _per_sequence(terms["delta"], sequence_ids[finite])
     out |= _to_floats(values)
+    if buckets and positions is None and sequence_ids is not None:
+        positions = response_positions(trained, sequence_ids)
     if buckets:
-        if positions is None and sequence_ids is not None:
-            positions = response_positions(trained, sequence_ids)
-        if positions is not None:
-            edges = torch.tensor(POSITION_EDGES[1:], device=positions.device)
-            index = torch.bucketize(positions[finite], edges, right=True)
-            out |= _bucketed("by_position", POSITION_BUCKETS, index, terms)
-        tenth = (terms["rollout_p"] * 10).long().clamp(0, 9)
-        out |= _bucketed("by_probability", PROBABILITY_BUCKETS, tenth, terms)
+        out |= _all_buckets(terms, None if positions is None else positions[finite])
     return out
 
 
 def response_positions(mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """int64 [T]: 0, 1, 2, ... over the trained tokens of each sequence, in packed order; undefined where mask
-    is 0."""
+    """int64 [T]: 0, 1, 2, ... over the trained tokens of each sequence, in packed order; where mask is 0, any."""
     order = torch.argsort(sequence_ids, stable=True)
     kept = mask.bool()[order].long()
     before = kept.cumsum(0) - kept
@@ -139,6 +132,15 @@ def _per_sequence(delta: Tensor, sequence_ids: Tensor) -> dict[str, Tensor]:
         "ppl_ratio": (-mean).exp().mean(),
         "chi2_sequence": torch.expm1(2.0 * total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).mean(),
     }
+
+
+def _all_buckets(terms: dict[str, Tensor], positions: Tensor | None) -> dict[str, float]:
+    out = {}
+    if positions is not None:
+        edges = torch.tensor(POSITION_EDGES[1:], device=positions.device)
+        out = _bucketed("by_position", POSITION_BUCKETS, torch.bucketize(positions, edges, right=True), terms)
+    tenth = (terms["rollout_p"] * 10).long().clamp(0, 9)
+    return out | _bucketed("by_probability", PROBABILITY_BUCKETS, tenth, terms)
 
 
 def _bucketed(family: str, names: tuple[str, ...], index: Tensor, t: dict[str, Tensor]) -> dict[str, float]:

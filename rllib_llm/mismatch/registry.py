@@ -43,7 +43,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "ppl_ratio",
-        "mean over responses of exp(mean of −Δ over the response): train / rollout perplexity",
+        "mean over responses of exp(−clamp(mean of Δ over the response, ±20)): train / rollout perplexity",
         "1",
     ),
     Metric("chi2", "mean(ρ²) − 1", "0"),

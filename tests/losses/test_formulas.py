@@ -208,3 +208,17 @@ def test_shapes_are_checked() -> None:
     x = pack(two_responses(), extras=False)
     with pytest.raises(ValueError, match=r"old_logp \(4,\)"):
         type(x)(x.logp, x.old_logp[:4], x.rollout_logp, x.advantages, x.mask, x.sequence_ids, 2)
+
+
+def test_reference_and_entropy_are_measured_without_being_in_the_loss() -> None:
+    """With coefficients 0 (say KL in the reward) both metrics appear, and loss and gradient are those without them."""
+    batch = two_responses()
+    for r in batch:
+        r.ref, r.entropy, r.weight = [-1.0] * len(r.mask), [math.inf] * len(r.mask), [1.0] * len(r.mask)
+    plain, full = pack(batch, extras=False), pack(batch)
+    a, b = make_loss("grpo")(plain), make_loss("grpo")(full)
+    b.loss_sum.backward()
+    a.loss_sum.backward()
+    assert a.loss_sum.item() == b.loss_sum.item()
+    assert torch.equal(plain.logp.grad, full.logp.grad)
+    assert {"kl_reference", "entropy"} <= set(b.metrics) - set(a.metrics)

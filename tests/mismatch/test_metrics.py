@@ -189,6 +189,8 @@ def test_non_finite_tokens_are_dropped_and_counted(bad: float, side: int) -> Non
 
 def test_extreme_differences_stay_finite() -> None:
     """300 nats apart in both directions: ratios count as e^+-20, |Delta| is reported as it is."""
+    one_sided = metrics(torch.tensor([-900.0, 0.0]), torch.tensor([0.0, 0.0]), torch.ones(2))
+    assert one_sided["ppl_ratio"] == pytest.approx(math.exp(20), rel=1e-12)  # mean Delta is -450
     got = metrics(
         torch.tensor([-300.0, 0.0]), torch.tensor([0.0, -300.0]), torch.ones(2), torch.zeros(2).long()
     )
