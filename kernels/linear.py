@@ -138,6 +138,7 @@ class _Linears(torch.autograd.Function):
             operand = x.to(DTYPES[formats.forward])
             outputs = [matmul(operand, p.forward_operand(), out_dtype) for p in prepared]
         outputs = [y if b is None else y + b.to(y.dtype) for y, b in zip(outputs, biases, strict=True)]
+        ctx.set_materialize_grads(False)
         ctx.formats, ctx.prepared, ctx.dtype = formats, prepared, x.dtype
         ctx.saved_kind = ""
         if trained:

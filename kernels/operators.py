@@ -275,6 +275,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx, logits, ids, temperature, want_entropy):
         forward = implementation("token_logprobs", logits.device.type)
         logp, entropy, lse = forward(logits, ids, temperature, want_entropy)
+        ctx.set_materialize_grads(False)
         ctx.temperature = temperature
         ctx.save_for_backward(logits, ids, lse, entropy)
         return logp, entropy

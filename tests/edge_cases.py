@@ -120,7 +120,10 @@ def value_case(
     name: str, rows: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> torch.Tensor:
     """The matrix [rows, dim] of case ``name`` (one of `VALUE_CASES`) in ``dtype``."""
-    return _MAKERS[name](normal(rows, dim, seed)).to(dtype)
+    x = _MAKERS[name](normal(rows, dim, seed))
+    if name in FINITE_VALUE_CASES:
+        x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return x.to(dtype)
 
 
 def value_cases(

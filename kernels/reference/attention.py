@@ -210,7 +210,7 @@ _WIDENED_ELEMENTS = 1 << 15
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, transpose: bool = False) -> torch.Tensor:
-    """fp64 a [n, Hkv, R, K] @ b [n, Hkv, K, C] (or [n, Hkv, C, K], transposed), b in any dtype that holds it exactly."""
+    """fp64 a [n, Hkv, R, K] @ b [n, Hkv, K, C] (transpose: b [n, Hkv, C, K]); b in any dtype that holds it."""
     if b.dtype == torch.float64:
         return a @ (b.transpose(-1, -2) if transpose else b)
     columns = b.shape[-2] if transpose else b.shape[-1]
