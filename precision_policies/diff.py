@@ -118,7 +118,7 @@ def _show(policy: PrecisionPolicy, key: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(value) or "none"
     if isinstance(value, dict):
-        return ", ".join(f"{k} {v}" for k, v in value.items()) or "none"
+        return ", ".join(f"{k} {v if isinstance(v, str) else f'{v:g}'}" for k, v in value.items()) or "none"
     return _WORDS.get(value, str(value)) if isinstance(value, str) else f"{value:g}"
 
 

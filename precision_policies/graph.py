@@ -144,15 +144,18 @@ class GraphBuilder:
     def _gated_mlp(self, prefix: str, source: str, layer: int) -> str:
         gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
         self._linears([gate, up], source, layer)
-        self._activation(f"{prefix}.silu_mul", gate, up, layer)
-        self._linears([down], f"{prefix}.silu_mul", layer)
+        activation = self._activation(prefix, gate, up, layer)
+        self._linears([down], activation, layer)
         return down
 
-    def _activation(self, name: str, gate: str, up: str, layer: int) -> None:
+    def _activation(self, prefix: str, gate: str, up: str, layer: int) -> str:
+        op = models.FAMILIES[self.config["model_type"]].activation
+        name = f"{prefix}.{op}"
         self.next_row()
-        self.node(name, "silu_mul", layer)
+        self.node(name, op, layer)
         self.edge(gate, name, "gate", self.labels.compute)
         self.edge(up, name, "up", self.labels.compute)
+        return name
 
     def _experts(self, block: str, source: str, layer: int) -> str:
         """Router, the experts of the layer as grouped GEMMs (one node per projection), weighted sum."""
@@ -164,8 +167,8 @@ class GraphBuilder:
         grouped = {f"{block}.experts.*.{name}": self.plan[f"{first}.{name}"] for name in (gate, up, down)}
         names = list(grouped)
         self._linears(names[:2], source, layer, grouped)
-        self._activation(f"{block}.experts.silu_mul", names[0], names[1], layer)
-        self._linears(names[2:], f"{block}.experts.silu_mul", layer, grouped)
+        activation = self._activation(f"{block}.experts", names[0], names[1], layer)
+        self._linears(names[2:], activation, layer, grouped)
         shared = f"{block}.shared_expert"
         out = None
         if f"{shared}.down_proj" in self.plan:

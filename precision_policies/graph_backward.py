@@ -36,11 +36,8 @@ def _mirror(builder: GraphBuilder, name: str, op: str) -> None:
     graph, policy = builder.graph, builder.policy
     back = f"{name}.backward"
     _node(builder, back, op, name)
-    inputs = {
-        "attention": policy.attention.saved,
-        "silu_mul": policy.activation.saved,
-        "rms_norm": policy.norm.saved,
-    }
+    inputs = {"attention": policy.attention.saved, "rms_norm": policy.norm.saved}
+    inputs |= dict.fromkeys(("silu_mul", "gelu_mul"), policy.activation.saved)
     if (saved := inputs.get(graph.nodes[name]["op"])) is not None:
         for source, _, data in list(graph.in_edges(name, data=True)):
             if data["role"] == "activation":

@@ -36,6 +36,7 @@ class Family:
     head_dim: int | None = None  # default when the config does not say; None: hidden_size / heads
     qk_norm: bool = False
     feedforward_norms: bool = False
+    activation: str = "silu_mul"
     tied: bool = False  # default when the config does not say
     experts: bool = False
     expert_dim: str = "moe_intermediate_size"
@@ -49,9 +50,11 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(qkv_bias=False, o_bias=False),
     "qwen2": Family(qkv_bias=True, o_bias=False),
     "qwen3": Family(head_dim=128, qk_norm=True),
-    "gemma": Family(head_dim=256, tied=True),
-    "gemma2": Family(head_dim=256, tied=True, feedforward_norms=True),
-    "gemma3_text": Family(head_dim=256, tied=True, feedforward_norms=True, qk_norm=True),
+    "gemma": Family(head_dim=256, activation="gelu_mul", tied=True),
+    "gemma2": Family(head_dim=256, activation="gelu_mul", tied=True, feedforward_norms=True),
+    "gemma3_text": Family(
+        head_dim=256, activation="gelu_mul", tied=True, feedforward_norms=True, qk_norm=True
+    ),
     "mixtral": Family(
         qkv_bias=False,
         o_bias=False,

@@ -91,8 +91,8 @@ def test_no_box_covers_another_and_all_is_inside(family: str) -> None:
     axes = figure.axes[0]
     frames = [b.get_extents().transformed(axes.transData.inverted()) for b in boxes(figure)]
     for i, a in enumerate(frames):
-        assert axes.get_xlim()[0] < a.x0 and a.x1 < axes.get_xlim()[1]
-        assert axes.get_ylim()[0] < a.y0 and a.y1 < axes.get_ylim()[1]
+        assert axes.get_xlim()[0] < a.x0 < a.x1 < axes.get_xlim()[1]
+        assert axes.get_ylim()[0] < a.y0 < a.y1 < axes.get_ylim()[1]
         for b in frames[i + 1 :]:
             assert not a.overlaps(b)
 
