@@ -24,7 +24,7 @@ from rllib_llm.advantages import group_advantages
 from rllib_llm.algorithm.config import GRPOConfig
 from rllib_llm.algorithm.durable import Durable
 from rllib_llm.algorithm.fleet import call_runners
-from rllib_llm.algorithm.losses import FALLBACK_CORRECTION, advantage_kind, correction_of
+from rllib_llm.algorithm.losses import advantage_kind, correction_of, guarded_correction
 from rllib_llm.algorithm.monitor import PrecisionHalt, PrecisionMonitor
 from rllib_llm.algorithm.preflight import preflight
 from rllib_llm.algorithm.sampling import Collected, NoSamplesError, collect, groups_without_signal
@@ -188,7 +188,7 @@ class GRPO(Durable, Algorithm):
             and correction_of(self.settings) is None
             and self.forced_correction is None
         ):
-            self.force_correction(FALLBACK_CORRECTION)
+            self.force_correction(guarded_correction(self.settings))
 
     def force_correction(self, correction: Any | None) -> None:
         """Applies an importance correction in all later updates, whatever the policy says; None gives up the override."""

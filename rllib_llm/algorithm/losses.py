@@ -5,17 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.advantages import ADVANTAGE_KINDS
-from rllib_llm.corrections import KINDS, Correction
+from rllib_llm.corrections import KINDS, Correction, active_correction
 from rllib_llm.losses import LOSSES, Loss, make_loss
 
 if TYPE_CHECKING:
     from rllib_llm.algorithm.config import Settings
     from rllib_llm.algorithm.settings import GRPOSettings, RolloutSettings
 
-__all__ = ["FALLBACK_CORRECTION", "advantage_kind", "build_loss", "correction_of", "loss_violations"]
+__all__ = [
+    "FALLBACK_CORRECTION",
+    "advantage_kind",
+    "build_loss",
+    "correction_of",
+    "guarded_correction",
+    "loss_violations",
+]
 
 FALLBACK_CORRECTION = Correction("tis_token", upper=2.0)
-"""What the guard's action "correct" switches on when the policy names no correction."""
+"""What the guard's action "correct" switches on when neither policy nor config names a correction."""
 
 
 def _loss(grpo: GRPOSettings, rollout: RolloutSettings) -> Loss:
@@ -40,11 +47,19 @@ def advantage_kind(grpo: GRPOSettings) -> str:
     return grpo.advantages or LOSSES[grpo.loss].advantage_kind
 
 
-def correction_of(settings: Settings) -> Correction | Any | None:
-    """The correction the loss applies when the guard demands none; None for kind "none"."""
+def _correction(settings: Settings) -> Correction | Any:
     override = settings.grpo.correction
-    spec = Correction(**override) if override is not None else settings.policy.correction
-    return None if spec.kind == "none" else spec
+    return Correction(**override) if override is not None else settings.policy.correction
+
+
+def correction_of(settings: Settings) -> Correction | Any | None:
+    """The correction in force before the guard has fired; None for none, and for one with `when: guard`."""
+    return active_correction(_correction(settings), guard_fired=False)
+
+
+def guarded_correction(settings: Settings) -> Correction | Any:
+    """What the guard's action "correct" switches on: the configured correction, else FALLBACK_CORRECTION."""
+    return active_correction(_correction(settings), guard_fired=True) or FALLBACK_CORRECTION
 
 
 def loss_violations(grpo: GRPOSettings, rollout: RolloutSettings) -> list[str]:
@@ -64,10 +79,10 @@ def loss_violations(grpo: GRPOSettings, rollout: RolloutSettings) -> list[str]:
             "answers to one prompt and need at least 2; or set grpo.advantages = 'reinforce++'."
         )
     if grpo.correction is not None:
-        wrong = set(grpo.correction) - {"kind", "lower", "upper"}
+        wrong = set(grpo.correction) - {"kind", "lower", "upper", "veto"}
         kind = grpo.correction.get("kind")
         if wrong or kind not in KINDS:
             violations.append(
-                f"grpo.correction = {grpo.correction!r} must have a kind out of {', '.join(KINDS)}, and optionally lower and upper."
+                f"grpo.correction = {grpo.correction!r} must have a kind out of {', '.join(KINDS)}, and optionally lower, upper and veto."
             )
     return violations

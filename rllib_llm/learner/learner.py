@@ -23,7 +23,7 @@ from rllib_llm.learner.gradients import Gradients
 from rllib_llm.learner.module import CausalLMModule
 from rllib_llm.learner.optimizer import LossScaler, PolicyAdamW, lr_factor
 from rllib_llm.learner.weights import WeightSource
-from rllib_llm.losses import LossInputs
+from rllib_llm.losses import LossInputs, RatioNoise, calibrated, noise_sums
 from rllib_llm.models.checkpoint import eos_token_ids
 
 __all__ = ["LLMTorchLearner"]
@@ -49,7 +49,7 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         self.forced_correction: Any = None  # set by the guard
         scaling = self.settings.policy.loss_scaling
         self.scaler = LossScaler(scaling.initial, scaling.growth_interval) if scaling else LossScaler()
-        self.loss = build_loss(self.settings)
+        self.loss = self._uncalibrated = build_loss(self.settings)
         super().build()
         self.collective = Collective(self.config.num_learners)
         self._lr_schedule = Scheduler(fixed_value_or_schedule=self.config.lr, framework="torch")
@@ -112,6 +112,7 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         self._fixed_old = epochs * steps > 1
         if self._fixed_old:
             self._fill_train_logprobs(shard)
+            self._calibrate_clip(shard)
         for epoch in range(epochs):
             for step in range(steps):
                 rows = torch.nonzero(shard.minibatch[:, epoch] == step).flatten().tolist()
@@ -152,6 +153,24 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         for micro in self._micro_batches(shard, list(range(len(shard.lengths)))):
             fwd = self.module.forward_train({DEFAULT_MODULE_ID: self._inputs(micro)})
             self._train_logp[micro.slots] = fwd[DEFAULT_MODULE_ID]["logp"].float()
+
+    def _calibrate_clip(self, shard: Shard) -> None:
+        """policy.clip_calibration: this batch's clip range, from the noise of all learners' log-ratios.
+
+        Only where a ratio can differ from 1, that is with more than one optimiser step per batch.
+        """
+        calibration = self.settings.policy.clip_calibration
+        if not calibration.enabled:
+            return
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        for m in self._micro_batches(shard, list(range(len(shard.lengths)))):
+            pair = (self._train_logp[m.slots], m.rollout_logprobs)
+            sums += noise_sums(self._uncalibrated.ratio_level, *pair, m.mask, m.sequence_ids, m.num_sequences)
+        self.collective.sum_([sums])
+        noise = RatioNoise.from_sums(sums)
+        self.loss = calibrated(self._uncalibrated, noise, calibration.strength, old_is_rollout=False)
+        self._add(names.CLIP_LOW, self.loss.clip_low, 1.0)
+        self._add(names.CLIP_HIGH, self.loss.clip_high, 1.0)
 
     def _optimizer_step(self, module_id: str, shard: Shard, rows: list[int]) -> None:
         micro_batches = self._micro_batches(shard, rows)

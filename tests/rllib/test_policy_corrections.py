@@ -1,0 +1,49 @@
+"""What the policy says about corrections and clip calibration is what the algorithm does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from precision_policies import load_policy
+from rllib_llm import metric_names as names
+
+Make = Callable[..., Any]
+
+
+def policy(base: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A shipped policy with some sections' entries replaced."""
+    tree = load_policy(base).to_dict()
+    for section, values in sections.items():
+        tree[section] |= values
+    return tree
+
+
+def test_a_correction_that_waits_for_the_guard_acts_once_it_has_fired(build: Make, toy_config: Make) -> None:
+    """`when: guard`, patience 2: uncorrected in iterations 1 and 2, corrected (with the policy's kind) from 3 on."""
+    waiting = policy(
+        "mixed-bf16-fp8",
+        correction={"kind": "mis_token", "lower": 0.5, "upper": 1.5, "when": "guard"},
+        guard={"action": "correct", "metric": "max_abs", "tolerance": 0.0, "patience": 2},
+    )
+    algo = build(toy_config(waiting))
+    active = [algo.train()[names.PRECISION][names.CORRECTION_ACTIVE] for _ in range(3)]
+    assert active == [0.0, 0.0, 1.0]
+    forced = algo.forced_correction
+    assert (forced.kind, forced.lower, forced.upper) == ("mis_token", 0.5, 1.5)
+
+
+@pytest.mark.parametrize(("base", "wider"), [("mixed-bf16-fp8", True), ("unified-fp8", False)])
+def test_clip_calibration_widens_the_range_by_the_measured_noise(
+    build: Make, toy_config: Make, base: str, wider: bool
+) -> None:
+    """Noise between the sides widens 0.2 / 0.2; bit-equal sides leave it exactly; off, it is not reported."""
+    on = policy(base, clip_calibration={"enabled": True, "strength": 2.0})
+    metrics = build(toy_config(on).training(num_epochs=2)).train()[names.LEARNERS]["default_policy"]
+    assert (metrics[names.CLIP_LOW] > 0.2) == (metrics[names.CLIP_HIGH] > 0.2) == wider
+    if not wider:
+        assert (metrics[names.CLIP_LOW], metrics[names.CLIP_HIGH]) == (0.2, 0.2)
+    off = build(toy_config(base).training(num_epochs=2)).train()[names.LEARNERS]["default_policy"]
+    assert names.CLIP_LOW not in off
