@@ -73,12 +73,12 @@ class ResourceSettings:
     """actors that sample; 0 samples in the trainer's process"""
     num_learners: int = 0
     """actors that train (DDP); 0 trains in the trainer's process"""
-    cpus_for_trainer: float = 1
+    cpus_for_trainer: float = 1.0
     """CPUs of the trainer's process; Ray gives torch as many threads in every process as it has CPUs"""
-    cpus_per_env_runner: float = 1
-    gpus_per_env_runner: float = 0
-    cpus_per_learner: float = 1
-    gpus_per_learner: float = 0
+    cpus_per_env_runner: float = 1.0
+    gpus_per_env_runner: float = 0.0
+    cpus_per_learner: float = 1.0
+    gpus_per_learner: float = 0.0
     ray_address: str | None = None
     """cluster to join; null starts Ray on this machine"""
     ray_cpus: int | None = None

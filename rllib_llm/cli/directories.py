@@ -72,13 +72,22 @@ def find_resumable(path: str | Path, overrides: list[str]) -> tuple[Experiment, 
     path: the experiment directory, or anything below it (a trial's directory; a checkpoint, which is then taken
         itself).
 
-    Raises ExperimentError where there is no experiment, or no complete checkpoint to go on from.
+    Raises ExperimentError where there is no experiment, or no complete checkpoint to go on from;
+    PrecisionChangeError where the overrides would go on under another policy without allow_precision_change.
     """
+    from precision_policies import load_policy
+    from rllib_llm.algorithm.checkpoint import read_metadata, refuse_other_policy
+
     directory = find_experiment(path)
     if directory is None:
         problem = f"no {EXPERIMENT_FILE} here or above; give a directory made by rllib-llm train."
         raise ExperimentError(str(path), [problem])
-    return load_experiment(directory / EXPERIMENT_FILE, overrides), directory, find_checkpoint(path)
+    experiment, checkpoint = load_experiment(directory / EXPERIMENT_FILE, overrides), find_checkpoint(path)
+    precision, saved = experiment.precision, read_metadata(str(checkpoint))
+    refuse_other_policy(
+        saved, load_policy(precision.policy), precision.allow_precision_change, str(checkpoint)
+    )
+    return experiment, directory, checkpoint
 
 
 def earlier_run_ids(directory: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +71,7 @@ def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Pa
     )
     if checkpoint is not None:
         _say(f"  resuming  {checkpoint}")
-    with Interrupt() as interrupt:
-        run = experiment.run
-        stopper = RunStopper(run.iterations, run.stop, run.max_minutes, interrupt)
-        status, error = _train(experiment, config, directory, checkpoint, stopper, tracking)
+    status, error = _train(experiment, config, directory, checkpoint, tracking)
     found = checkpoints(directory)
     outcome = Outcome(status, directory, found[-1] if found else None, error, tracking)
     _report(outcome, policy.name, policy.fingerprint)
@@ -85,50 +83,63 @@ def _train(
     config: GRPOConfig,
     directory: Path,
     checkpoint: Path | None,
-    stopper: RunStopper,
     tracking: MLflowCallback | None,
 ) -> tuple[str, str]:
     """(status, error text) of the trial; Ray is started and stopped here."""
     import ray
-    from ray import tune
-    from ray.tune import CheckpointConfig
 
-    from rllib_llm.algorithm.grpo import GRPO
-
-    progress = ProgressCallback(experiment.run.iterations, done=len(read_history(directory)))
-    callbacks: list[Any] = [HistoryCallback(directory), progress, *([tracking] if tracking else [])]
-    started = _start_ray(experiment, config)
+    run = experiment.run
+    started = _start_ray(experiment, config)  # first: Ray puts signal handlers of its own in place
+    progress = ProgressCallback(run.iterations, done=len(read_history(directory)))
     try:
-        _say(
-            "  building the model, the engine and the environment (the first iteration comes in about half a minute)"
-        )
-        analysis = tune.run(
-            GRPO,
-            name=directory.name,
-            config=config,
-            stop=stopper,
-            storage_path=str(directory.parent),
-            checkpoint_config=CheckpointConfig(
-                num_to_keep=experiment.run.keep_checkpoints,
-                checkpoint_frequency=experiment.run.checkpoint_every,
-                checkpoint_at_end=True,
-            ),
-            restore=str(checkpoint) if checkpoint else None,
-            max_failures=experiment.run.max_failures,
-            callbacks=callbacks,
-            raise_on_failed_trial=False,
-            verbose=0,
-        )
+        with Interrupt() as interrupt:
+            _say("  building model, engine and environment; the first iteration takes longest")
+            stopper = RunStopper(run.iterations, run.stop, run.max_minutes, interrupt)
+            callbacks = [HistoryCallback(directory), progress, *([tracking] if tracking else [])]
+            trial = _run_trial(experiment, config, directory, checkpoint, stopper, callbacks)
+            if trial.status == "TERMINATED":
+                return stopper.reason, ""
+            return "failed", _trial_error(trial)
     except KeyboardInterrupt:
         return "interrupted", ""
     finally:
         progress.close()
         if started:
             ray.shutdown()
-    trial = analysis.trials[0]
-    if trial.status == "TERMINATED":
-        return stopper.reason or "finished", ""
-    return "failed", _trial_error(trial)
+
+
+def _run_trial(
+    experiment: Experiment,
+    config: GRPOConfig,
+    directory: Path,
+    checkpoint: Path | None,
+    stopper: RunStopper,
+    callbacks: list[Any],
+) -> Any:
+    """Tune's trial object after its end."""
+    from ray import tune
+    from ray.tune import CheckpointConfig
+
+    from rllib_llm.algorithm.grpo import GRPO
+
+    analysis = tune.run(
+        GRPO,
+        name=directory.name,
+        config=config,
+        stop=stopper,
+        storage_path=str(directory.parent),
+        checkpoint_config=CheckpointConfig(
+            num_to_keep=experiment.run.keep_checkpoints,
+            checkpoint_frequency=experiment.run.checkpoint_every,
+            checkpoint_at_end=True,
+        ),
+        restore=str(checkpoint) if checkpoint else None,
+        max_failures=experiment.run.max_failures,
+        callbacks=callbacks,
+        raise_on_failed_trial=False,
+        verbose=0,
+    )
+    return analysis.trials[0]
 
 
 def _start_ray(experiment: Experiment, config: GRPOConfig) -> bool:
@@ -142,7 +153,10 @@ def _start_ray(experiment: Experiment, config: GRPOConfig) -> bool:
 
     for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("ray.tune").setLevel(logging.WARNING)
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
+    logging.getLogger("ray.tune.tune").setLevel(
+        logging.CRITICAL
+    )  # a failed trial is reported below, with its error
     needed = GRPO.default_resource_request(config).required_resources
     resources, started = experiment.run.resources, not ray.is_initialized()
     if started and resources.ray_address:
@@ -209,14 +223,24 @@ def _report(outcome: Outcome, policy: str, fingerprint: str) -> None:
         for problem in tracking.problems:
             print(f"tracking problem: {problem}")
         if tracking.tracking_uri.startswith("sqlite"):
-            print(f"look at it:  mlflow ui --backend-store-uri {tracking.tracking_uri}")
+            print(f"look at it:  {_tool('mlflow')} ui --backend-store-uri {tracking.tracking_uri}")
     if outcome.status == "failed":
         _say(f"\nThe trial failed:\n{outcome.error}")
     if outcome.status in ("failed", "interrupted"):
         if outcome.checkpoint is not None:
-            _say(f"\nGo on from the checkpoint with:  rllib-llm train --resume {outcome.directory}")
+            _say(
+                f"\nGo on from the checkpoint with:  {_tool('rllib-llm')} train --resume {outcome.directory}"
+            )
         else:
             _say("\nThere is no checkpoint yet to go on from.")
+
+
+def _tool(name: str) -> str:
+    """How a command of this Python environment is called from the current directory: ``.venv/bin/mlflow``."""
+    path = Path(sys.executable).parent / name
+    if shutil.which(name) == str(path) or not path.exists():
+        return name
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _say(text: str) -> None:

@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _input_errors() -> tuple[type[Exception], ...]:
     """Errors that say what is wrong with the input; everything else is a bug and keeps its traceback."""
     from precision_policies import PolicyError
+    from rllib_llm.algorithm.checkpoint import PrecisionChangeError
     from rllib_llm.engines.base import EngineUnavailableError
     from rllib_llm.envs import EnvConfigError
     from rllib_llm.experiment import ExperimentError
@@ -70,6 +71,7 @@ def _input_errors() -> tuple[type[Exception], ...]:
 
     return (
         PolicyError,
+        PrecisionChangeError,
         ExperimentError,
         EnvConfigError,
         EngineUnavailableError,

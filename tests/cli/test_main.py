@@ -1,0 +1,100 @@
+"""The console script: help everywhere, exit status 2 with words for bad input, and useful lists."""
+
+import argparse
+
+import pytest
+
+from rllib_llm.cli import main
+from rllib_llm.cli.main import build_parser
+
+
+def all_parsers(parser, path=()):
+    """Every (command path, parser), the sub-commands' included."""
+    yield path, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                yield from all_parsers(child, (*path, name))
+
+
+def test_every_command_has_help(capsys):
+    """`--help` works for every command and sub-command, and every one of its arguments is explained."""
+    seen = []
+    for path, parser in all_parsers(build_parser()):
+        with pytest.raises(SystemExit) as stop:
+            main([*path, "--help"])
+        assert stop.value.code == 0
+        assert "usage: rllib-llm" in capsys.readouterr().out
+        unexplained = [a.dest for a in parser._actions if a.help is None and a.metavar != "key=value"]
+        assert unexplained in ([], ["command"], ["action"], ["policy_command"]), (path, unexplained)
+        seen.append(" ".join(path))
+    assert {"train", "eval", "policy list", "config show", "envs list", "tracking send"} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "no-such-config"], "no such file"),
+        (["train"], "train needs a config"),
+        (["train", "quickstart", "train.lrr=1"], "Closest: train.lr (float)"),
+        (["train", "quickstart", "precision=unified-fp9"], "unified-fp8"),
+        (["train", "quickstart", "rollout.temperature=0"], "must be > 0"),
+        (["train", "quickstart", "env.config.task=no_such_task"], "no_such_task"),
+        (["train", "quickstart", "model=/nowhere"], "/nowhere"),
+        (["train", "--resume", "/nowhere"], "no experiment.yaml here or above"),
+        (["train", "quickstart", "--resume", "/nowhere"], "drop quickstart"),
+        (["eval", "/nowhere"], "no complete checkpoint"),
+        (["config", "keys", "zzz"], "no key begins with 'zzz'"),
+        (["tracking", "send", "/nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_bad_input_is_refused_in_words(arguments, words, capsys, tmp_path, monkeypatch):
+    """Bad input ends with status 2, says what is wrong, and leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("rllib-llm: ")
+    assert words in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_vllm_missing_is_bad_input(capsys, tmp_path, monkeypatch):
+    """Where vLLM is not installed, asking for it is refused by name; nothing falls back to another engine."""
+    pytest.importorskip("torch")
+    import importlib.util
+
+    if importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is installed here")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "quickstart", "rollout.engine=vllm"]) == 2
+    assert "vllm" in capsys.readouterr().err.lower()
+
+
+def test_config_show_prints_what_loads_again(capsys, tmp_path):
+    """The YAML that `config show` prints is a config with the same content."""
+    assert main(["config", "show", "quickstart", "precision=bf16", "train.lr=2e-4"]) == 0
+    text = capsys.readouterr().out
+    file = tmp_path / "again.yaml"
+    file.write_text(text)
+    assert main(["config", "show", str(file)]) == 0
+    assert capsys.readouterr().out == text
+    assert "policy: bf16" in text
+    assert "lr: 0.0002" in text
+
+
+def test_lists_name_what_there_is(capsys):
+    """`config list`, `config keys` and `envs list` name the shipped configs, keys with types, and environments."""
+    assert main(["config", "list"]) == 0
+    assert main(["config", "keys", "train.lr"]) == 0
+    assert main(["envs", "list"]) == 0
+    output = capsys.readouterr().out
+    for word in (
+        "quickstart",
+        "smollm2",
+        "local_model",
+        "train.lr_decay",
+        "'cosine'",
+        "jsonl_math",
+        "reasoning_gym",
+    ):
+        assert word in output

@@ -1,0 +1,96 @@
+"""What a reader of the console sees: the closing table and the status line, from known histories."""
+
+from rllib_llm.cli.history import read_history
+from rllib_llm.cli.interrupt import Interrupt, RunStopper
+from rllib_llm.cli.progress import status_text
+from rllib_llm.cli.summary import closing_table, reward_text
+
+
+def row(iteration, reward, largest=0.0, equal=1.0):
+    return {
+        "training_iteration": iteration,
+        "time_this_iter_s": 2.0,
+        "env_runners/episode_return_mean": reward,
+        "env_runners/tokens_per_s": 4000.0,
+        "learners/default_policy/num_tokens": 1000.0,
+        "mismatch/k3": largest / 10,
+        "mismatch/mean_abs": largest / 5,
+        "mismatch/max_abs": largest,
+        "mismatch/bit_equal_share": equal,
+    }
+
+
+def table(history):
+    return closing_table(
+        history,
+        policy="p",
+        fingerprint="f" * 64,
+        run_id="r1",
+        tracking="sqlite:///x",
+        checkpoint="/c",
+        status="finished",
+    )
+
+
+def test_reward_is_first_iteration_to_mean_of_the_last_five():
+    """The table's two rewards are those of the first iteration and the mean of the last five."""
+    history = [row(i, i / 10) for i in range(1, 11)]
+    assert reward_text(history).startswith("0.100 → 0.800 (first iteration → mean of the last 5; best 1.000)")
+
+
+def test_table_shows_means_and_extremes():
+    """Mismatch is shown as mean and largest over iterations, bit-equality as mean and smallest."""
+    text = table([row(1, 0.1, 0.5, 0.9), row(2, 0.2, 1.5, 0.7)])
+    assert "finished after 2 iterations, 0 min 04 s of training" in text
+    assert "mismatch max |Δlogp|   1 (mean of iterations), 1.5 (largest)" in text
+    assert "bit-equal tokens       80 % (mean of iterations), 70 % (smallest)" in text
+    assert "500 trained tokens/s of the whole loop" in text
+    assert "p (fingerprint ffffffffffffffff)" in text
+    assert "r1" in text
+
+
+def test_what_was_not_measured_is_said():
+    """A run that ended before its first iteration has a table that says so, without numbers made up."""
+    text = table([])
+    assert "finished after no iteration" in text
+    assert text.count("not measured") == 7
+
+
+def test_status_line_leaves_out_what_is_missing():
+    """The progress line shows reward, mismatch and speed, and only what the iteration measured."""
+    full = status_text(row(1, 0.625, 0.5, 0.25))
+    assert full == "reward 0.625 · mismatch k3 0.05 max 0.5 bit-equal 25% · 4.0k tok/s"
+    assert status_text({"training_iteration": 1.0}) == ""
+
+
+def test_history_takes_the_later_row_of_a_repeated_iteration(tmp_path):
+    """After a resume, iterations that were run twice count once, as they were run last."""
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"training_iteration": 1, "x": 1}\n{"training_iteration": 2, "x": 2}\n{"training_iteration": 2, "x": 3}\n'
+    )
+    assert [r["x"] for r in read_history(tmp_path)] == [1, 3]
+    assert read_history(tmp_path / "nowhere") == []
+
+
+def test_stopper_names_its_reason():
+    """A run ends at its iterations, at a metric's bound, or after an interrupt, and says which."""
+    result = {"training_iteration": 3, "env_runners": {"episode_return_mean": 0.8}}
+    interrupt = Interrupt()
+
+    def stopper(iterations, bounds, minutes=None):
+        return RunStopper(iterations, bounds, minutes, interrupt)
+
+    never = stopper(10, {"env_runners/episode_return_mean": 0.9})
+    assert not never("t", result)
+    bound = stopper(10, {"env_runners/episode_return_mean": 0.8, "absent": 0.0})
+    assert bound("t", result)
+    assert bound.reason == "stopped: env_runners/episode_return_mean >= 0.8"
+    last = stopper(3, {})
+    assert last("t", result)
+    assert last.reason == "finished"
+    late = stopper(10, {}, minutes=0.0)
+    assert late("t", result)
+    assert "minutes are over" in late.reason
+    interrupt.requested = True
+    assert never("t", result)
+    assert never.reason == "interrupted"

@@ -1,0 +1,130 @@
+"""`rllib-llm train` as a user runs it: to its end, interrupted and resumed, evaluated, failing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from rllib_llm.cli import main
+from rllib_llm.cli.history import read_history
+
+SMALL = [
+    "rollout.group_size=2",
+    "rollout.prompts_per_iteration=2",
+    "rollout.max_new_tokens=8",
+    "evaluation.prompts=4",
+    "tracking.uri=sqlite:///mlflow.db",
+]
+
+
+def command(*arguments):
+    return [sys.executable, "-c", "import sys; from rllib_llm.cli import main; sys.exit(main())", *arguments]
+
+
+def interrupt_after(process, pattern):
+    """Read stderr until a line matches, then send Ctrl-C to the whole process group, as a terminal does."""
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if re.search(pattern, line):
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    rest_out, rest_err = process.communicate(timeout=240)
+    return rest_out, "".join(seen) + rest_err
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """(directory of the experiment, stdout, stderr, exit status) of a run that got Ctrl-C after its first iteration."""
+    place = tmp_path_factory.mktemp("interrupted")
+    process = subprocess.Popen(
+        command("train", "quickstart", *SMALL, "run.iterations=1000", "run.checkpoint_every=1000"),
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    out, err = interrupt_after(process, r"^iteration 1/")
+    (directory,) = (place / "results").iterdir()
+    return directory, out, err, process.returncode
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_resume(interrupted):
+    """The first Ctrl-C ends the run after its iteration with status 130, a checkpoint, and the command to resume."""
+    directory, out, err, status = interrupted
+    assert status == 130, err
+    assert "finishing this iteration, then writing a checkpoint" in err
+    assert f"train --resume {directory}" in err
+    assert re.search(r"result +interrupted after \d+ iterations", out)
+    assert re.search(r"checkpoint +/.*/checkpoint_\d+", out)
+    assert "MLflow run" in out
+
+
+def test_resume_goes_on_where_it_stopped(ray_session, interrupted, capsys, monkeypatch):
+    """A resumed run continues iteration count, curve and MLflow run, and ends with status 0."""
+    directory, *_ = interrupted
+    monkeypatch.chdir(directory.parent.parent)
+    before = read_history(directory)
+    total = len(before) + 2
+    assert main(["train", "--resume", str(directory), f"run.iterations={total}"]) == 0
+    iterations = [row["training_iteration"] for row in read_history(directory)]
+    assert iterations == list(range(1, total + 1))
+    record = json.loads((directory / "tracking.json").read_text())
+    client = MlflowClient(tracking_uri=record["tracking_uri"])
+    curve = client.get_metric_history(record["run_ids"]["0"], "mismatch/max_abs")
+    assert [metric.step for metric in curve] == iterations
+    assert {metric.value for metric in curve} == {0.0}, "unified-fp8 promises a mismatch of exactly zero"
+    assert "finished after" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_not_resumed(interrupted, capsys):
+    """Resuming a run that has all its iterations is refused, with the command that trains longer."""
+    directory, *_ = interrupted
+    done = len(read_history(directory))
+    assert main(["train", "--resume", str(directory), f"run.iterations={done}"]) == 2
+    assert f"run.iterations={2 * done}" in capsys.readouterr().err
+
+
+def test_resume_under_another_policy_is_refused(interrupted, capsys):
+    """A checkpoint does not go on under another precision policy; the error says what differs."""
+    directory, *_ = interrupted
+    assert main(["train", "--resume", str(directory), "precision=bf16"]) == 2
+    assert "was written under policy 'unified-fp8'" in capsys.readouterr().err
+
+
+def test_eval_reports_a_checkpoint(interrupted, capsys):
+    """`eval` of an experiment directory takes its furthest checkpoint and prints held-out reward and policy."""
+    directory, *_ = interrupted
+    assert main(["eval", str(directory), "--prompts", "3"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"mean reward +[\d.]+", out)
+    assert re.search(r"answers +3\b", out)
+    assert "unified-fp8" in out
+
+
+def test_a_trial_that_can_never_be_placed_is_refused(ray_session, capsys, tmp_path, monkeypatch):
+    """Asking for GPUs that are not there ends at once with status 2 instead of waiting for ever."""
+    monkeypatch.chdir(tmp_path)
+    overrides = [
+        "run.resources.gpus_per_env_runner=64",
+        "run.resources.num_env_runners=1",
+        "tracking.enabled=false",
+    ]
+    assert main(["train", "quickstart", *overrides]) == 2
+    assert "can never be placed (GPU: 64 asked for" in capsys.readouterr().err
+
+
+def test_results_are_where_the_config_says(interrupted):
+    """The experiment directory holds the resolved config, the curve and the record of its MLflow runs."""
+    directory, *_ = interrupted
+    assert directory.name.startswith("quickstart-unified-fp8-")
+    assert {"experiment.yaml", "metrics.jsonl", "tracking.json"} <= {
+        path.name for path in Path(directory).iterdir()
+    }
