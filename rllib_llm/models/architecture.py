@@ -44,7 +44,8 @@ class Rope:
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
         """fp32 [head_dim / 2], in the operation order of transformers.modeling_rope_utils (equal bits are
         tested)."""
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+        # On CPU whatever the default device: pow differs between devices, and both sides must start from one table.
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / head_dim
         inv_freq = 1.0 / (self.theta**exponent)
         if self.kind == "default":
             return inv_freq

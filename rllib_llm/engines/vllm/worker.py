@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -121,12 +121,16 @@ class VLLMWorker:
         update = WeightUpdate.assemble(chunks)
         lm = self.model.lm
         verify_update(update, lm.weight_specs(), self.policy.fingerprint, lm.plan.hash)
+        self.load(update.version, ((name, tensor.unpack()) for name, tensor in update.tensors.items()))
+        return WeightReceipt(update.version, self.policy.fingerprint, lm.plan.hash, lm.weight_hashes())
+
+    def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy verified tensors (any device) over the weights, one at a time: extra GPU memory is that of one tensor."""
         self.version = NO_WEIGHTS
-        lm.load_rollout_tensors((name, tensor.unpack()) for name, tensor in update.tensors.items())
+        self.model.lm.load_rollout_tensors(tensors)
         if self.options.enable_prefix_caching and self.llm.reset_prefix_cache() is False:
             raise EngineError("vLLM refused to reset its prefix cache (requests are running): stale keys would be reused")
-        self.version = update.version
-        return WeightReceipt(update.version, self.policy.fingerprint, lm.plan.hash, lm.weight_hashes())
+        self.version = version
 
     def attest(self) -> Attestation:
         """The statement of this process; on CUDA the attention operator is the one that vLLM's layers are bound to."""
