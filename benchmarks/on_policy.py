@@ -44,7 +44,9 @@ SHAPES: dict[str, tuple[type, dict[str, Any]]] = {
 
 def make_config(shape: str, context: int) -> Any:
     kind, sizes = SHAPES[shape]
-    return kind(**sizes, max_position_embeddings=context, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1)
+    return kind(
+        **sizes, max_position_embeddings=context, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1
+    )
 
 
 def prompt_lengths(count: int, longest: int) -> list[int]:
@@ -56,7 +58,9 @@ def prompt_lengths(count: int, longest: int) -> list[int]:
 
 def make_prompts(count: int, longest: int, vocab: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(8)
-    return [torch.randint(2, vocab, (n,), generator=generator).tolist() for n in prompt_lengths(count, longest)]
+    return [
+        torch.randint(2, vocab, (n,), generator=generator).tolist() for n in prompt_lengths(count, longest)
+    ]
 
 
 class Pair:
@@ -75,7 +79,9 @@ class Pair:
             self.model = build_model(self.config, self.policy, "train")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.04 if "lm_head" in name else 0.02)
+                parameter.fill_(1.0) if "norm" in name else parameter.normal_(
+                    0, 0.04 if "lm_head" in name else 0.02
+                )
         directory = tempfile.mkdtemp()
         self.config.save_pretrained(directory)
         options = WorkerOptions(
@@ -137,10 +143,16 @@ class Pair:
     def _score(self, group: list[Any], params: Any) -> list[torch.Tensor]:
         from rllib_llm.models import PackedBatch
 
-        batch = PackedBatch.from_sequences([p + ids.tolist() for p, ids, _ in group]).to(torch.device(self.args.device))
+        batch = PackedBatch.from_sequences([p + ids.tolist() for p, ids, _ in group]).to(
+            torch.device(self.args.device)
+        )
         with torch.no_grad():
             logp = self.model.token_logprobs(
-                self.model(batch), torch.roll(batch.input_ids, -1), params.temperature, params.top_k, params.top_p
+                self.model(batch),
+                torch.roll(batch.input_ids, -1),
+                params.temperature,
+                params.top_k,
+                params.top_p,
             ).cpu()
         bounds = batch.cu_seqlens.tolist()
         return [
@@ -173,7 +185,10 @@ def rounds_of(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "group": (args.prompts, SamplingParams(n=n, max_tokens=new, ignore_eos=True, seed=1)),
         "uneven": (args.prompts * n, SamplingParams(n=1, max_tokens=new, seed=2)),
-        "truncated": (args.prompts, SamplingParams(n=n, max_tokens=new, temperature=0.7, top_k=50, top_p=0.9, ignore_eos=True)),
+        "truncated": (
+            args.prompts,
+            SamplingParams(n=n, max_tokens=new, temperature=0.7, top_k=50, top_p=0.9, ignore_eos=True),
+        ),
         "single": (1, SamplingParams(n=1, max_tokens=new, ignore_eos=True, seed=3)),
     }
 
@@ -184,7 +199,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         pair = Pair(args, policy)
         vocab = pair.model.architecture.vocab
         warm_prompts, warm_params = rounds_of(args)["group"]
-        pair.worker.generate(make_prompts(4, 8, vocab), type(warm_params)(max_tokens=4), [[i] for i in range(4)])
+        pair.worker.generate(
+            make_prompts(4, 8, vocab), type(warm_params)(max_tokens=4), [[i] for i in range(4)]
+        )
         for name in args.rounds:
             count, params = rounds_of(args)[name]
             rows.append(pair.round(name, make_prompts(count, args.prompt_tokens, vocab), params))
@@ -193,7 +210,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             pair.train(args.train_steps, make_prompts(64, args.prompt_tokens, vocab))
             sync_s = pair.sync()
             count, params = rounds_of(args)["group"]
-            row = pair.round(f"group after {args.train_steps} steps", make_prompts(count, args.prompt_tokens, vocab), params)
+            row = pair.round(
+                f"group after {args.train_steps} steps",
+                make_prompts(count, args.prompt_tokens, vocab),
+                params,
+            )
             rows.append(row | {"sync_s": sync_s})
         rows[-1] |= {"sync_again_s": pair.sync(), "engine_start_s": pair.start_s}
         save(args, rows)
@@ -227,7 +248,11 @@ def stock(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in args.rounds:
         count, params = rounds_of(args)[name]
-        requests = [{"prompt_token_ids": p} for p in make_prompts(count, args.prompt_tokens, config.vocab_size) for _ in range(params.n)]
+        requests = [
+            {"prompt_token_ids": p}
+            for p in make_prompts(count, args.prompt_tokens, config.vocab_size)
+            for _ in range(params.n)
+        ]
         sampling = SamplingParams(max_tokens=params.max_tokens, logprobs=0, ignore_eos=True, detokenize=False)
         llm.generate(requests[:4], SamplingParams(max_tokens=4, detokenize=False), use_tqdm=False)
         begin = time.time()
@@ -249,10 +274,14 @@ def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--policies", nargs="+", default=["unified-fp8"])
-    parser.add_argument("--rounds", nargs="+", default=["group"], choices=["group", "uneven", "truncated", "single"])
+    parser.add_argument(
+        "--rounds", nargs="+", default=["group"], choices=["group", "uneven", "truncated", "single"]
+    )
     parser.add_argument("--stock", choices=["fp8", "bf16"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in {

@@ -25,13 +25,17 @@ from rllib_llm.sync.export import export_weights
 from rllib_llm.sync.packed import WeightSyncError
 
 if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vllm is not installed here; `make test` runs this folder in .venv-vllm", allow_module_level=True)
+    pytest.skip(
+        "vllm is not installed here; `make test` runs this folder in .venv-vllm", allow_module_level=True
+    )
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLING = {
     "group": SamplingParams(n=3, max_tokens=20, seed=5, ignore_eos=True),
-    "truncated": SamplingParams(n=2, max_tokens=20, temperature=0.7, top_k=20, top_p=0.9, seed=1, ignore_eos=True),
+    "truncated": SamplingParams(
+        n=2, max_tokens=20, temperature=0.7, top_k=20, top_p=0.9, seed=1, ignore_eos=True
+    ),
     "greedy": SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
 }
 
@@ -88,7 +92,9 @@ def deltas(model: Any, asked: list[list[int]], answers: Any, params: SamplingPar
     batch = PackedBatch.from_sequences([p + c.token_ids.tolist() for p, c in pairs]).to(torch.device(DEVICE))
     targets = torch.roll(batch.input_ids, -1)
     with torch.no_grad():
-        logp = model.token_logprobs(model(batch), targets, params.temperature or 1.0, *truncation).cpu().numpy()
+        logp = (
+            model.token_logprobs(model(batch), targets, params.temperature or 1.0, *truncation).cpu().numpy()
+        )
     starts = batch.cu_seqlens.tolist()
     parts = []
     for (prompt, completion), start, stop in zip(pairs, starts[:-1], starts[1:], strict=True):
@@ -137,7 +143,9 @@ def test_every_sampled_token_has_the_learners_logprob_to_the_bit(qwen3: tuple[An
     ("architecture", "policy"),
     [("llama", "unified-fp8"), ("qwen2", "unified-fp8"), ("qwen3", "bf16"), ("qwen3", "unified-fp8-ue8m0")],
 )
-def test_architectures_and_policies_are_exactly_on_policy(ray_for_engines: None, architecture: str, policy: str) -> None:
+def test_architectures_and_policies_are_exactly_on_policy(
+    ray_for_engines: None, architecture: str, policy: str
+) -> None:
     """Tied embeddings (Llama), biases (Qwen2), per-head norms (Qwen3), BF16 and UE8M0 scales: difference 0."""
     config = ragged_config(architecture)
     model = random_learner(config, policy)

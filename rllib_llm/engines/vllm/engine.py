@@ -99,11 +99,15 @@ class VLLMEngine(RolloutEngine):
         self._path, config = model_config(model)
         architecture = Architecture.from_config(config)
         if max_model_len is not None and not 2 <= max_model_len <= architecture.max_positions:
-            raise ValueError(f"max_model_len={max_model_len}: the model supports 2 to {architecture.max_positions}")
+            raise ValueError(
+                f"max_model_len={max_model_len}: the model supports 2 to {architecture.max_positions}"
+            )
         self.max_model_len = max_model_len or architecture.max_positions
         self.vocab = architecture.vocab
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._has_tokenizer = self._path is not None and any((self._path / f).is_file() for f in _TOKENIZER_FILES)
+        self._has_tokenizer = self._path is not None and any(
+            (self._path / f).is_file() for f in _TOKENIZER_FILES
+        )
         self._options = WorkerOptions(
             self.device, self.max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_bytes, gpu_memory_utilization,
             enable_prefix_caching, cuda_graphs, sleep_mode, self._has_tokenizer, seed, dict(vllm_options or {}),
@@ -139,7 +143,9 @@ class VLLMEngine(RolloutEngine):
     ) -> list[list[Completion]]:
         self._require_awake()
         if self._version == NO_WEIGHTS:
-            raise EngineError("the engine has no weights yet: call update_weights() with an export of the learner first")
+            raise EngineError(
+                "the engine has no weights yet: call update_weights() with an export of the learner first"
+            )
         check_sampling_policy(self.policy, params)
         check_prompts(prompts, self.vocab, self.max_model_len)
         self._check_params(params)
@@ -150,8 +156,12 @@ class VLLMEngine(RolloutEngine):
             for seed in sequence_seeds(len(prompts), params.seed, seeds)
         ]
         plain = [[int(t) for t in p] for p in prompts]
-        answers = self._get(self._actor.generate.remote(plain, params, request_seeds), self._call_timeout_s, "generate")
-        return [[Completion(ids, logp, reason, self._version) for ids, logp, reason in row] for row in answers]
+        answers = self._get(
+            self._actor.generate.remote(plain, params, request_seeds), self._call_timeout_s, "generate"
+        )
+        return [
+            [Completion(ids, logp, reason, self._version) for ids, logp, reason in row] for row in answers
+        ]
 
     def _check_params(self, params: SamplingParams) -> None:
         problems = []
@@ -161,9 +171,13 @@ class VLLMEngine(RolloutEngine):
                 "those of the distribution sampled from; use 0, or engine='torch'"
             )
         if params.stop and not self._has_tokenizer:
-            problems.append(f"stop={params.stop}: needs a model directory with a tokenizer; use stop_token_ids")
+            problems.append(
+                f"stop={params.stop}: needs a model directory with a tokenizer; use stop_token_ids"
+            )
         if problems:
-            raise SamplingParamsError("sampling parameters refused:\n" + "\n".join(f"  - {p}" for p in problems))
+            raise SamplingParamsError(
+                "sampling parameters refused:\n" + "\n".join(f"  - {p}" for p in problems)
+            )
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         self._require_awake()
@@ -183,7 +197,9 @@ class VLLMEngine(RolloutEngine):
             raise ValueError(f"sleep(level={level}): 1 frees the KV cache and parks weights, 2 drops both")
         self._require_open()
         if self.device == "cpu" or not self._options.sleep_mode:
-            raise EngineError("sleep needs a GPU and the option sleep_mode=True; vLLM on CPU cannot give memory back")
+            raise EngineError(
+                "sleep needs a GPU and the option sleep_mode=True; vLLM on CPU cannot give memory back"
+            )
         self._get(self._actor.sleep.remote(level), self._call_timeout_s, "sleep")
         self._asleep = True
         if level == 2:
@@ -209,7 +225,9 @@ class VLLMEngine(RolloutEngine):
             return ray.get(reference, timeout=timeout_s)
         except GetTimeoutError:
             self.close()
-            raise EngineError(f"vLLM did not answer {what} within {timeout_s:.0f} s and was killed: make a new engine") from None
+            raise EngineError(
+                f"vLLM did not answer {what} within {timeout_s:.0f} s and was killed: make a new engine"
+            ) from None
         except RayTaskError as error:
             if isinstance(error.cause, WeightSyncError | EngineError | PromptError | SamplingParamsError):
                 raise error.cause from None
@@ -241,6 +259,10 @@ def _config_directory(path: Path | None, config: Any) -> Any:
     config.save_pretrained(directory.name)
     if path is not None:
         for file in path.iterdir():
-            if file.is_file() and file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json":
+            if (
+                file.is_file()
+                and file.suffix in (".json", ".model", ".jinja", ".txt")
+                and file.name != "config.json"
+            ):
                 shutil.copyfile(file, Path(directory.name) / file.name)
     return directory

@@ -72,7 +72,9 @@ class VLLMWorker:
         """``seeds[p][i]`` seeds completion i of prompt p; each is a request of its own, prefixes are shared by the cache."""
         law = type(self.model.law)(params.temperature or 1.0, *self._truncation(params))
         self.model.law = law
-        requests = [({"prompt_token_ids": list(p)}, s) for p, row in zip(prompts, seeds, strict=True) for s in row]
+        requests = [
+            ({"prompt_token_ids": list(p)}, s) for p, row in zip(prompts, seeds, strict=True) for s in row
+        ]
         outputs = self.llm.generate(
             [prompt for prompt, _ in requests],
             [self._vllm_params(params, seed) for _, seed in requests],
@@ -129,7 +131,9 @@ class VLLMWorker:
         self.version = NO_WEIGHTS
         self.model.lm.load_rollout_tensors(tensors)
         if self.options.enable_prefix_caching and self.llm.reset_prefix_cache() is False:
-            raise EngineError("vLLM refused to reset its prefix cache (requests are running): stale keys would be reused")
+            raise EngineError(
+                "vLLM refused to reset its prefix cache (requests are running): stale keys would be reused"
+            )
         self.version = version
 
     def attest(self) -> Attestation:
@@ -150,7 +154,14 @@ class VLLMWorker:
         }
         held = lm.weight_hashes() if self.version != NO_WEIGHTS else {}
         return build_attestation(
-            "rollout", self.policy, lm.plan, device, engine="vllm", weights=held, operators=operators, informational=shown
+            "rollout",
+            self.policy,
+            lm.plan,
+            device,
+            engine="vllm",
+            weights=held,
+            operators=operators,
+            informational=shown,
         )
 
     # ------------------------------------------------------------------ memory
@@ -198,10 +209,14 @@ def _sampled(output: Any) -> Sampled:
     """
     ids = np.asarray(output.token_ids, dtype=np.int64)
     if output.finish_reason not in ("stop", "length"):
-        raise EngineError(f"vLLM ended a completion with finish_reason={output.finish_reason!r} after {len(ids)} tokens")
+        raise EngineError(
+            f"vLLM ended a completion with finish_reason={output.finish_reason!r} after {len(ids)} tokens"
+        )
     if output.logprobs is None or len(output.logprobs) != len(ids):
         raise EngineError(f"vLLM returned no log-prob for some of {len(ids)} tokens")
-    logprobs = np.asarray([row[int(t)].logprob for row, t in zip(output.logprobs, ids, strict=True)], dtype=np.float32)
+    logprobs = np.asarray(
+        [row[int(t)].logprob for row, t in zip(output.logprobs, ids, strict=True)], dtype=np.float32
+    )
     if not all(map(math.isfinite, logprobs)):
         raise EngineError("vLLM returned log-probs that are not finite: the weights or the formats overflow")
     return ids, logprobs, output.finish_reason
