@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -47,12 +48,9 @@ class ModulePlan:
         """Whether any of its GEMMs or its saved input is fp8."""
         return "fp8" in (self.train_forward, self.rollout_forward, self.dgrad, self.wgrad, self.saved)
 
-    def to_list(self) -> list[Any]:
-        """The row as plain data, in the order of the fields."""
-        return [list(v) if type(v) is tuple else v for v in (getattr(self, name) for name in _COLUMNS)]
-
 
 _COLUMNS = tuple(f.name for f in fields(ModulePlan))
+_values = operator.attrgetter(*_COLUMNS)  # a row as a tuple, which JSON writes as a list
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Plan:
     @functools.cached_property
     def hash(self) -> str:
         """sha256 (hex) over all rows: equal plans, and only these, have equal hashes."""
-        return canonical_hash([row.to_list() for row in self.modules])
+        return canonical_hash([_values(row) for row in self.modules])
 
     @property
     def exempt(self) -> tuple[str, ...]:
@@ -96,7 +94,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` of it is equal to this plan."""
         head = {"policy_name": self.policy_name, "policy_fingerprint": self.policy_fingerprint}
-        rows = [row.to_list() for row in self.modules]
+        rows = [[list(v) if type(v) is tuple else v for v in _values(row)] for row in self.modules]
         return {
             **head,
             "model_type": self.model_type,
