@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import ray
+import torch
 from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_AGENT_ID, DEFAULT_MODULE_ID
 from ray.rllib.env import INPUT_ENV_SINGLE_SPACES, INPUT_ENV_SPACES
@@ -29,6 +30,7 @@ from ray.rllib.utils.metrics import (
 )
 
 from rllib_llm import metric_names as names
+from rllib_llm.attest import prepare_process
 from rllib_llm.engines import SamplingParams, make_engine
 from rllib_llm.envs import make_env
 from rllib_llm.episode import TextEpisode
@@ -107,6 +109,9 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def make_module(self) -> None:
         """Builds the engine, without weights: the first push brings them."""
         llm, rollout = self.settings.model, self.settings.rollout
+        device = torch.device(rollout.engine_options.get("device", "cpu")).type
+        # Libraries read these variables at their first computation, so before the engine is built.
+        prepare_process(self.settings.policy, rollout.engine, "cuda" if rollout.engine == "vllm" else device)
         path = resolve_model_path(llm.path)
         options = {"load_weights": False, "max_model_len": llm.max_sequence_length} | rollout.engine_options
         self.engine = make_engine(rollout.engine, str(path), self.settings.policy, **options)

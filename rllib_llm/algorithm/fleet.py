@@ -58,7 +58,11 @@ def call_runners(
     if not calls:  # an empty list of ids would mean "all actors" to the manager
         return replies
     results = group._worker_manager.foreach_actor(
-        list(calls.values()), remote_actor_ids=list(calls), healthy_only=False, timeout_seconds=timeout_s
+        list(calls.values()),
+        kwargs=[{}] * len(calls),
+        remote_actor_ids=list(calls),
+        healthy_only=False,
+        timeout_seconds=timeout_s,
     )
     for result in results:
         if result.ok:
