@@ -8,7 +8,10 @@
 #
 # Variables: PYTHON (3.11 or 3.12), VENV, CONFIG, TORCH, EXTRAS_RUN, EXTRAS_DEV.
 
-PYTHON      ?= $(firstword $(foreach p,python3.12 python3.11 python3 python,$(shell command -v $(p) 2>/dev/null)))
+# The first that runs and has a fitting version (a pyenv shim may be found and not run).
+FITS        := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON      ?= $(shell for p in python3 python3.12 python3.11 python; do \
+                 "$$p" -c '$(FITS)' 2>/dev/null && command -v "$$p" && break; done)
 VENV        ?= .venv
 CONFIG      ?= configs/quickstart.yaml
 OVERRIDES   ?=
@@ -62,9 +65,9 @@ clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.python:
-	@test -n "$(PYTHON)" || { echo "No python3 found. Install Python 3.11 or 3.12, or name one: make PYTHON=/path/to/python"; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || { \
-	  echo "$(PYTHON) is $$("$(PYTHON)" --version 2>&1); Python 3.11 or 3.12 is needed. Name one: make PYTHON=/path/to/python3.12"; exit 1; }
+	@"$(PYTHON)" -c '$(FITS)' 2>/dev/null || { \
+	  echo "Python 3.11 or 3.12 is needed (tried: $(or $(PYTHON),python3 python3.12 python3.11 python))."; \
+	  echo "Name one: make PYTHON=/path/to/python3.12"; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	@touch $@
