@@ -1,10 +1,12 @@
-"""Is the rollout exactly on-policy? Samples with vLLM, scores the samples with the learner's packed forward, compares bits.
+"""Is the rollout exactly on-policy? Samples with vLLM, scores the samples with the learner's packed forward,
+compares bits.
 
-    python benchmarks/on_policy.py --shape small --policies unified-fp8 bf16 --rounds group arrival --train-steps 10 --out r.json
-    python benchmarks/on_policy.py --stock fp8 --shape small --out s.json      # speed of vLLM without this project
+    python benchmarks/on_policy.py --shape small --policies unified-fp8 bf16 --rounds group
+    --train-steps 10 --out r.json python benchmarks/on_policy.py --stock fp8 --shape small --out s.json      #
+    speed of vLLM without this project
 
-Weights are random and seeded. Delta = learner's minus engine's log-prob of a sampled token. Learner and engine are in one
-process here (the engine's worker without its Ray actor), so that one GPU machine without Ray can run it.
+Weights are random and seeded. Delta = learner's minus engine's log-prob of a sampled token. Learner and engine
+are in one process here (the engine's worker without its Ray actor), so that one GPU machine without Ray can run it.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # transformers imports whatever is called `kernels` (its kernel hub); beside this script that is kernels.py.
 sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
 
-import torch
-from transformers import LlamaConfig, Qwen3Config
+import torch  # noqa: E402
+from transformers import LlamaConfig, Qwen3Config  # noqa: E402
 
 SHAPES: dict[str, tuple[type, dict[str, Any]]] = {
-    "tiny": (Qwen3Config, {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-                           "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256}),
+    "tiny": (Qwen3Config, {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+                           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256}),
     "small": (Qwen3Config, {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12,
-                            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32768}),
+                            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+                            "vocab_size": 32768}),
     "qwen3-8b": (Qwen3Config, {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-                               "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}),
+                               "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                               "vocab_size": 151936}),
     "llama-3.1-8b": (LlamaConfig, {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                                    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
                                    "vocab_size": 128256}),
@@ -198,10 +202,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     for policy in args.policies:
         pair = Pair(args, policy)
         vocab = pair.model.architecture.vocab
-        warm_prompts, warm_params = rounds_of(args)["group"]
-        pair.worker.generate(
-            make_prompts(4, 8, vocab), type(warm_params)(max_tokens=4), [[i] for i in range(4)]
-        )
+        short = type(rounds_of(args)["group"][1])(max_tokens=4)
+        pair.worker.generate(make_prompts(4, 8, vocab), short, [[i] for i in range(4)])
         for name in args.rounds:
             count, params = rounds_of(args)[name]
             rows.append(pair.round(name, make_prompts(count, args.prompt_tokens, vocab), params))

