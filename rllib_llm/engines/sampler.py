@@ -49,6 +49,7 @@ def sample(
         # u < 1, but u * total may round to total: stay below it, so that the id found has positive
         # probability.
         target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-        ids = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+        # The clamp acts on NaN rows only; their log-prob is NaN, which the caller reports.
+        ids = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
     logp, _ = logprobs_of(logits, ids, temperature, top_k, top_p, banned_ids, banned_rows)
     return ids, logp
