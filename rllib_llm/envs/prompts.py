@@ -28,6 +28,7 @@ class PromptTemplate:
     system: system prompt: a system message with chat=True, else text before everything.
     chat: give messages for the tokenizer's chat template instead of text; shots become user/assistant turns.
     few_shot: examples, or how many to draw from the training split (the adapter draws them).
+    answer_prefix: before each shot's answer, e.g. a space: tokenizers see " 7" and "7" as different words.
     separator: between system text, shots and the problem (text prompts only).
     """
 
@@ -36,6 +37,7 @@ class PromptTemplate:
     system: str = ""
     chat: bool = False
     few_shot: int | tuple[Shot, ...] = 0
+    answer_prefix: str = ""
     separator: str = "\n\n"
 
     @classmethod
@@ -56,6 +58,7 @@ class PromptTemplate:
             system=section.take("system", "", str),
             chat=section.take("chat", False, bool),
             few_shot=_shots(section),
+            answer_prefix=section.take("answer_prefix", "", str),
             separator=section.take("separator", "\n\n", str),
         )
         section.finish()
@@ -73,14 +76,14 @@ class PromptTemplate:
         if self.chat:
             return Prompt(messages=self._messages(raw_question, examples), info=info)
         parts = [self.system] if self.system else []
-        parts += [self.question(shot.question) + shot.answer for shot in examples]
+        parts += [self.question(shot.question) + self.answer_prefix + shot.answer for shot in examples]
         return Prompt(text=self.separator.join([*parts, self.question(raw_question)]), info=info)
 
     def _messages(self, raw_question: str, examples: Sequence[Shot]) -> list[Message]:
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for shot in examples:
             messages.append({"role": "user", "content": self.question(shot.question)})
-            messages.append({"role": "assistant", "content": shot.answer})
+            messages.append({"role": "assistant", "content": self.answer_prefix + shot.answer})
         return [*messages, {"role": "user", "content": self.question(raw_question)}]
 
 

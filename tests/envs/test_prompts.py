@@ -5,13 +5,19 @@ import pytest
 from rllib_llm.envs import EnvConfigError, Prompt, make_env
 from rllib_llm.envs.prompts import PromptTemplate, Shot
 
-SHOTS = [{"question": "1+1?", "answer": " 2"}]
+SHOTS = [{"question": "1+1?", "answer": "2"}]
 
 
 def test_text_prompt_has_system_shots_and_question():
     """Text prompts join system text, worked examples and the question with the separator."""
     template = PromptTemplate.from_config(
-        {"system": "Sums.", "template": "Q: {question}\nA:", "few_shot": SHOTS, "separator": "\n--\n"}
+        {
+            "system": "Sums.",
+            "template": "Q: {question}\nA:",
+            "few_shot": SHOTS,
+            "separator": "\n--\n",
+            "answer_prefix": " ",
+        }
     )
     assert template.render("2+{x}?", {}).text == "Sums.\n--\nQ: 1+1?\nA: 2\n--\nQ: 2+{x}?\nA:"
 
@@ -26,7 +32,7 @@ def test_chat_prompt_has_roles():
     assert [(m["role"], m["content"]) for m in prompt.messages] == [
         ("system", "Sums."),
         ("user", "1+1?"),
-        ("assistant", " 2"),
+        ("assistant", "2"),
         ("user", "2+2?"),
     ]
 
