@@ -24,7 +24,7 @@ from rllib_llm.advantages import group_advantages
 from rllib_llm.algorithm.config import GRPOConfig
 from rllib_llm.algorithm.durable import Durable
 from rllib_llm.algorithm.fleet import call_runners
-from rllib_llm.algorithm.losses import advantage_kind, correction_of, guarded_correction
+from rllib_llm.algorithm.losses import advantage_kind, correction_of, guarded_correction, kl_is_reward
 from rllib_llm.algorithm.monitor import PrecisionHalt, PrecisionMonitor
 from rllib_llm.algorithm.preflight import preflight
 from rllib_llm.algorithm.sampling import Collected, NoSamplesError, collect, groups_without_signal
@@ -135,6 +135,8 @@ class GRPO(Durable, Algorithm):
             lengths = torch.tensor([e.num_trained_tokens for e in episodes])
             limit = rollout.max_new_tokens * rollout.max_turns
             rewards = rewards + overlong_penalty(lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
+        if kl_is_reward(grpo) and advantage_kind(grpo) == "reinforce++":
+            return rewards.float().numpy()  # normalised by the learners, once the KL is in
         groups = torch.tensor([e.group_id for e in episodes])
         return group_advantages(rewards, groups, advantage_kind(grpo)).numpy()
 

@@ -29,7 +29,7 @@ def _loss(grpo: GRPOSettings, rollout: RolloutSettings) -> Loss:
     config: dict[str, Any] = {
         "clip_low": grpo.clip_low,
         "clip_high": grpo.clip_high,
-        "kl_coeff": grpo.kl_coeff,
+        "kl_coeff": grpo.kl_coeff if grpo.kl_in == "loss" else 0.0,
         "kl_estimator": grpo.kl_estimator,
         "entropy_coeff": grpo.entropy_coeff,
         "max_tokens": rollout.max_new_tokens * rollout.max_turns,
@@ -45,6 +45,11 @@ def build_loss(settings: Settings) -> Loss:
 def advantage_kind(grpo: GRPOSettings) -> str:
     """The configured kind of advantages, or the one of the loss's paper."""
     return grpo.advantages or LOSSES[grpo.loss].advantage_kind
+
+
+def kl_is_reward(grpo: GRPOSettings) -> bool:
+    """Whether learners put a KL into the advantages; for "reinforce++" they then also normalise them."""
+    return grpo.kl_coeff != 0.0 and grpo.kl_in == "reward"
 
 
 def _correction(settings: Settings) -> Correction | Any:
@@ -75,14 +80,15 @@ def loss_violations(grpo: GRPOSettings, rollout: RolloutSettings) -> list[str]:
         )
     elif grpo.loss in LOSSES and advantage_kind(grpo) != "reinforce++" and rollout.group_size < 2:
         violations.append(
-            f"rollout_config.group_size = {rollout.group_size}: advantages of kind {advantage_kind(grpo)!r} compare the "
-            "answers to one prompt and need at least 2; or set grpo.advantages = 'reinforce++'."
+            f"rollout_config.group_size = {rollout.group_size}: advantages of kind {advantage_kind(grpo)!r} compare "
+            "the answers to one prompt and need at least 2; or set grpo.advantages = 'reinforce++'."
         )
     if grpo.correction is not None:
         wrong = set(grpo.correction) - {"kind", "lower", "upper", "veto"}
         kind = grpo.correction.get("kind")
         if wrong or kind not in KINDS:
             violations.append(
-                f"grpo.correction = {grpo.correction!r} must have a kind out of {', '.join(KINDS)}, and optionally lower, upper and veto."
+                f"grpo.correction = {grpo.correction!r} must have a kind out of {', '.join(KINDS)}, and "
+                "optionally lower, upper and veto."
             )
     return violations

@@ -102,8 +102,11 @@ class GRPOSettings:
     """the ratio is clipped to [1 - clip_low, 1 + clip_high]; None takes the loss's own"""
     clip_high: float | None = None
     kl_coeff: float = 0.0
-    """weight of the KL to the frozen reference in the loss; 0 builds no reference model"""
+    """weight of the KL to the frozen reference; 0 builds no reference model"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 regularises only as reward: as loss its expected gradient is zero (docs/algorithms.md)"""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """reward: each token's advantage loses kl_coeff times the KL from it to the end of the answer"""
     entropy_coeff: float = 0.0
     minibatches_per_epoch: int = 1
     """optimiser steps per pass over the samples"""

@@ -14,7 +14,7 @@ from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
 from ray.rllib.utils.schedules.scheduler import Scheduler
 
 from rllib_llm import metric_names as names
-from rllib_llm.algorithm.losses import build_loss, correction_of
+from rllib_llm.algorithm.losses import advantage_kind, build_loss, correction_of, kl_is_reward
 from rllib_llm.corrections import correction_weights
 from rllib_llm.learner.batch import MicroBatch, Shard, cut_by_tokens
 from rllib_llm.learner.collective import Collective
@@ -22,8 +22,9 @@ from rllib_llm.learner.digest import tensor_digest
 from rllib_llm.learner.gradients import Gradients
 from rllib_llm.learner.module import CausalLMModule
 from rllib_llm.learner.optimizer import LossScaler, PolicyAdamW, lr_factor
+from rllib_llm.learner.signals import advantages_with_kl, measured_noise
 from rllib_llm.learner.weights import WeightSource
-from rllib_llm.losses import LossInputs, RatioNoise, calibrated, noise_sums
+from rllib_llm.losses import LossInputs, calibrated
 from rllib_llm.models.checkpoint import eos_token_ids
 
 __all__ = ["LLMTorchLearner"]
@@ -109,10 +110,11 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         self._shard = shard
         # With one step the loss's own forward pass is the policy that sampled: its log-probs are kept.
         self._train_logp = torch.zeros_like(shard.rollout_logprobs, dtype=torch.float32)
-        self._fixed_old = epochs * steps > 1
+        self._fixed_old = epochs * steps > 1 or kl_is_reward(self.settings.grpo)
+        self._advantages: torch.Tensor | None = None  # flat, where they are not those of the driver
         if self._fixed_old:
             self._fill_train_logprobs(shard)
-            self._calibrate_clip(shard)
+            self._prepare_batch(shard)
         for epoch in range(epochs):
             for step in range(steps):
                 rows = torch.nonzero(shard.minibatch[:, epoch] == step).flatten().tolist()
@@ -154,23 +156,25 @@ class LLMTorchLearner(WeightSource, TorchLearner):
             fwd = self.module.forward_train({DEFAULT_MODULE_ID: self._inputs(micro)})
             self._train_logp[micro.slots] = fwd[DEFAULT_MODULE_ID]["logp"].float()
 
-    def _calibrate_clip(self, shard: Shard) -> None:
-        """policy.clip_calibration: this batch's clip range, from the noise of all learners' log-ratios.
-
-        Only where a ratio can differ from 1, that is with more than one optimiser step per batch.
-        """
-        calibration = self.settings.policy.clip_calibration
-        if not calibration.enabled:
-            return
-        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
-        for m in self._micro_batches(shard, list(range(len(shard.lengths)))):
-            pair = (self._train_logp[m.slots], m.rollout_logprobs)
-            sums += noise_sums(self._uncalibrated.ratio_level, *pair, m.mask, m.sequence_ids, m.num_sequences)
-        self.collective.sum_([sums])
-        noise = RatioNoise.from_sums(sums)
-        self.loss = calibrated(self._uncalibrated, noise, calibration.strength, old_is_rollout=False)
-        self._add(names.CLIP_LOW, self.loss.clip_low, 1.0)
-        self._add(names.CLIP_HIGH, self.loss.clip_high, 1.0)
+    def _prepare_batch(self, shard: Shard) -> None:
+        """What needs the whole batch under the weights that sampled it: clip calibration, KL as reward."""
+        micro_batches = self._micro_batches(shard, list(range(len(shard.lengths))))
+        calibration, grpo = self.settings.policy.clip_calibration, self.settings.grpo
+        if calibration.enabled:
+            noise = measured_noise(self._uncalibrated, micro_batches, self._train_logp, self.collective)
+            self.loss = calibrated(self._uncalibrated, noise, calibration.strength, old_is_rollout=False)
+            self._add(names.CLIP_LOW, self.loss.clip_low, 1.0)
+            self._add(names.CLIP_HIGH, self.loss.clip_high, 1.0)
+        if kl_is_reward(grpo):
+            self._advantages = advantages_with_kl(
+                micro_batches,
+                self._train_logp,
+                lambda micro: self.lm_module.reference_logprobs(micro, self._law(micro)),
+                grpo.kl_coeff,
+                grpo.kl_estimator,
+                advantage_kind(grpo) == "reinforce++",
+                self.collective,
+            )
 
     def _optimizer_step(self, module_id: str, shard: Shard, rows: list[int]) -> None:
         micro_batches = self._micro_batches(shard, rows)
@@ -217,7 +221,7 @@ class LLMTorchLearner(WeightSource, TorchLearner):
                 logp=logp,
                 old_logp=old_logp,
                 rollout_logp=micro.rollout_logprobs,
-                advantages=micro.advantages,
+                advantages=micro.advantages if self._advantages is None else self._advantages[micro.slots],
                 mask=micro.mask,
                 sequence_ids=micro.sequence_ids,
                 num_sequences=micro.num_sequences,

@@ -47,3 +47,21 @@ def test_clip_calibration_widens_the_range_by_the_measured_noise(
         assert (metrics[names.CLIP_LOW], metrics[names.CLIP_HIGH]) == (0.2, 0.2)
     off = build(toy_config(base).training(num_epochs=2)).train()[names.LEARNERS]["default_policy"]
     assert names.CLIP_LOW not in off
+
+
+# REINFORCE++ normalises over tokens when learners put the KL in and over responses else, hence its own baseline
+@pytest.mark.parametrize(("loss", "baseline"), [("grpo", 0.0), ("reinforce++", 1e-9)])
+def test_kl_as_reward_changes_the_update_only_once_the_policy_has_moved(
+    build: Make, toy_config: Make, loss: str, baseline: float
+) -> None:
+    """The KL to the initial weights is 0 in the first iteration, so the update equals the one without it; later not."""
+
+    def run(kl_coeff: float) -> list[dict[str, float]]:
+        config = toy_config().training(loss=loss, num_epochs=2, lr=1e-2, kl_coeff=kl_coeff, kl_in="reward")
+        algo = build(config.training(kl_estimator="k1"))
+        return [algo.train()[names.LEARNERS]["default_policy"] for _ in range(3)]
+
+    plain, shaped = run(baseline), run(5.0)
+    assert plain[0][names.GRAD_NORM] == pytest.approx(shaped[0][names.GRAD_NORM], rel=1e-5)
+    assert plain[2][names.GRAD_NORM] != pytest.approx(shaped[2][names.GRAD_NORM], rel=1e-3)
+    assert shaped[2][names.KL_REFERENCE] > 0
