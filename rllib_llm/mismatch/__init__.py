@@ -1,7 +1,7 @@
 """Train-rollout mismatch: metrics (one documented table), buckets, aggregation by environment, probe by
 layer."""
 
-from rllib_llm.mismatch.layers import LayerMismatch, first_difference, probe
+from rllib_llm.mismatch.layers import LayerMismatch, capture, compare_captures, first_difference, probe
 from rllib_llm.mismatch.metrics import MismatchInputError, metrics, response_positions
 from rllib_llm.mismatch.monitor import MismatchMonitor
 from rllib_llm.mismatch.registry import METRICS, SIGN_CONVENTION, markdown_table
@@ -13,6 +13,8 @@ __all__ = [
     "LayerMismatch",
     "MismatchInputError",
     "MismatchMonitor",
+    "capture",
+    "compare_captures",
     "first_difference",
     "markdown_table",
     "metrics",

@@ -6,7 +6,7 @@ for every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +40,9 @@ class Recorded:
     output: Tensor
     input: Tensor | None
 
+    def cpu(self) -> Recorded:
+        return Recorded(self.output.cpu(), None if self.input is None else self.input.cpu())
+
 
 def probe(
     train_model: nn.Module,
@@ -53,11 +56,24 @@ def probe(
     default every named module whose output is a floating tensor on both sides. `first_difference`
     says where the sides part. Raises ValueError when a name is missing on one side, or shapes differ.
     """
-    with torch.no_grad():
-        with captured_outputs(train_model, modules) as train:
-            forward(train_model)
-        with captured_outputs(rollout_model, modules) as rollout:
-            forward(rollout_model)
+    return compare_captures(
+        capture(train_model, forward, modules), capture(rollout_model, forward, modules), modules
+    )
+
+
+def capture(
+    model: nn.Module, forward: Callable[[nn.Module], Any], modules: Sequence[str] | None = None
+) -> dict[str, Recorded]:
+    """One side of `probe`, on the CPU, for sides that live in different processes; see `compare_captures`."""
+    with torch.no_grad(), captured_outputs(model, modules) as outputs:
+        forward(model)
+    return {name: recorded.cpu() for name, recorded in outputs.items()}
+
+
+def compare_captures(
+    train: Mapping[str, Recorded], rollout: Mapping[str, Recorded], modules: Sequence[str] | None = None
+) -> list[LayerMismatch]:
+    """Compares two `capture`s of the same tokens; raises as `probe`."""
     wanted = list(modules) if modules is not None else [name for name in train if name in rollout]
     missing = [name for name in wanted if name not in train or name not in rollout]
     if missing or not wanted:
