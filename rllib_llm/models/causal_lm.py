@@ -76,11 +76,14 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = arch.heads, arch.kv_heads, arch.head_dim
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            self.add_module(part, PlannedLinear(plan[f"{name}.{part}"], policy, side))
-        for part in ("q_norm", "k_norm") if arch.qk_norm else ():
-            self.add_module(part, PlannedNorm(plan[f"{name}.{part}"], policy, side, arch.rms_eps))
+        self.q_proj = PlannedLinear(plan[f"{name}.q_proj"], policy, side)
+        self.k_proj = PlannedLinear(plan[f"{name}.k_proj"], policy, side)
+        self.v_proj = PlannedLinear(plan[f"{name}.v_proj"], policy, side)
+        self.o_proj = PlannedLinear(plan[f"{name}.o_proj"], policy, side)
         self.qk_norm = arch.qk_norm
+        if arch.qk_norm:
+            self.q_norm = PlannedNorm(plan[f"{name}.q_norm"], policy, side, arch.rms_eps)
+            self.k_norm = PlannedNorm(plan[f"{name}.k_norm"], policy, side, arch.rms_eps)
 
     def forward(self, x: torch.Tensor, context: _Context, cache: Any) -> torch.Tensor:
         """[T, H] -> [T, H]."""
@@ -106,8 +109,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, name: str, plan: Plan, policy: PrecisionPolicy, side: Side) -> None:
         super().__init__()
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            self.add_module(part, PlannedLinear(plan[f"{name}.{part}"], policy, side))
+        self.gate_proj = PlannedLinear(plan[f"{name}.gate_proj"], policy, side)
+        self.up_proj = PlannedLinear(plan[f"{name}.up_proj"], policy, side)
+        self.down_proj = PlannedLinear(plan[f"{name}.down_proj"], policy, side)
         self.saved = policy.activation.saved
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,8 +130,11 @@ class DecoderLayer(nn.Module):
         name = f"model.layers.{index}"
         self.self_attn = SelfAttention(f"{name}.self_attn", arch, plan, policy, side)
         self.mlp = FeedForward(f"{name}.mlp", plan, policy, side)
-        for part in ("input_layernorm", "post_attention_layernorm"):
-            self.add_module(part, PlannedNorm(plan[f"{name}.{part}"], policy, side, arch.rms_eps))
+        eps = arch.rms_eps
+        self.input_layernorm = PlannedNorm(plan[f"{name}.input_layernorm"], policy, side, eps)
+        self.post_attention_layernorm = PlannedNorm(
+            plan[f"{name}.post_attention_layernorm"], policy, side, eps
+        )
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: _Context, cache: Any = None

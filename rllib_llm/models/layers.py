@@ -8,10 +8,11 @@ that are exactly the tensors of a `WeightUpdate` (names, dtypes, bytes); nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from precision_kernels import (
     LinearFormats,
@@ -28,12 +29,29 @@ from rllib_llm.sync.packed import SCALE_SUFFIX, dtype_name
 from rllib_llm.sync.verify import TensorSpec
 
 Side = Literal["train", "rollout"]
+ScaleFormat = Literal["fp32", "ue8m0"]
 FORMAT_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
+
+
+class _OptimiserSteps:
+    """How many optimiser steps this process has taken: torch's fused AdamW does not raise a tensor's version counter
+    (torch 2.13: 4 before and after a step; foreach and plain: +2), so the counter alone would leave old codes in use.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_optimizer_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.count += 1
+
+
+_STEPS = _OptimiserSteps()
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -58,9 +76,9 @@ def rollout_tensors(
     """
     compute = torch_dtype(policy.compute_dtype)
     if parameter == "weight" and plan.rollout_forward == "fp8":
-        quantised = quantise_weight(master.to(compute), policy.scale_format, policy.scale_floor)
+        quantised = quantise_weight(master.to(compute), *_scale_rule(policy))
         return {"weight": quantised.codes, "weight" + SCALE_SUFFIX: quantised.scales}
-    return {parameter: master.to(_plain_dtype(plan, "rollout", compute))}
+    return {parameter: master.to(compute).to(_plain_dtype(plan, "rollout", compute))}
 
 
 def rollout_specs(plan: ModulePlan, policy: PrecisionPolicy) -> dict[str, TensorSpec]:
@@ -78,6 +96,10 @@ def rollout_specs(plan: ModulePlan, policy: PrecisionPolicy) -> dict[str, Tensor
     if plan.bias:
         specs["bias"] = TensorSpec(dtype_name(compute), (plan.shape[0],))
     return specs
+
+
+def _scale_rule(policy: PrecisionPolicy) -> tuple[ScaleFormat, float]:
+    return cast(ScaleFormat, policy.scale_format), policy.scale_floor
 
 
 def _plain_dtype(plan: ModulePlan, side: Side, compute: torch.dtype) -> torch.dtype:
@@ -175,23 +197,24 @@ class PlannedLinear(PlannedModule):
     def __init__(self, plan: ModulePlan, policy: PrecisionPolicy, side: Side, tied: bool = False) -> None:
         super().__init__(plan, policy, side, owns_tensors=not tied)
         form = plan.train_forward if side == "train" else plan.rollout_forward
-        scale = (policy.scale_format, policy.scale_floor)
+        scale = _scale_rule(policy)
         if side == "train":
             self.formats = LinearFormats(form, plan.dgrad, plan.wgrad, plan.saved, *scale)
         else:  # no backward here: the last three are not used
             self.formats = LinearFormats(form, *(("fp8",) * 3 if form == "fp8" else (form,) * 3), *scale)
-        self._prepared: tuple[tuple[Any, ...], PreparedWeight] | None = None
+        self._prepared: tuple[tuple[int, ...], PreparedWeight, torch.Tensor] | None = None
 
     def prepared(self, weight: torch.Tensor | None = None) -> PreparedWeight:
-        """The weight as its GEMMs read it: made once per version of the tensor (autograd's in-place counter)."""
+        """The weight as its GEMMs read it: made once per optimiser step or other in-place change."""
         weight = self.weight if weight is None else weight
-        key = (weight.data_ptr(), weight._version, weight.device)
+        key = (id(weight), weight.data_ptr(), weight._version, _STEPS.count if self.side == "train" else 0)
         if self._prepared is None or self._prepared[0] != key:
             source: torch.Tensor | Quantised = weight
             if weight.dtype == FORMAT_DTYPES["fp8"]:
                 scales = getattr(self, "weight" + SCALE_SUFFIX)
                 source = Quantised(weight, scales, "128x128", self.formats.scale_format)
-            self._prepared = (key, prepare_weight(source, self.formats, self.compute_dtype))
+            # The tensor itself is kept too, so that neither its id nor its address can be given to another one.
+            self._prepared = (key, prepare_weight(source, self.formats, self.compute_dtype), weight)
         return self._prepared[1]
 
     def forget_operands(self) -> None:

@@ -113,4 +113,6 @@ def logprobs_of(
     if is_truncated(logits.shape[-1], temperature, top_k, top_p, banned_ids):
         logits = truncated_logits(logits, temperature, top_k, top_p, target_ids, banned_ids, banned_rows)
         temperature = 1.0
-    return token_logprobs(logits, target_ids, effective_temperature(temperature), want_entropy=True)
+    logp, entropy = token_logprobs(logits, target_ids, effective_temperature(temperature), want_entropy=True)
+    assert entropy is not None  # it was asked for
+    return logp, entropy

@@ -65,8 +65,9 @@ def sampled(results) -> np.ndarray:
 def assert_bit_equal(a: np.ndarray, b: np.ndarray) -> None:
     assert a.dtype == b.dtype == np.float32
     different = np.flatnonzero(a.view(np.uint32) != b.view(np.uint32))
-    assert not len(different), (
-        """Every architecture, ragged dimensions, shared prefixes, uneven ends: exactly 0 for every sampled token."""
+    first = different[0] if len(different) else None
+    assert first is None, (
+        f"{len(different)} of {len(a)} log-probs differ, first at {first}: {a[first]!r} {b[first]!r}"
     )
 
 

@@ -59,23 +59,45 @@ def test_chunked_logits_change_no_logprob(law, monkeypatch):
         assert (grads_chunked[name] - grad).norm() <= 2e-2 * grad.norm(), name
 
 
-def test_operands_follow_every_change_of_the_weights():
-    """An optimiser step, load_state_dict and an in-place edit each change the forward at once; `.data` edits need
-    `forget_operands`."""
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"]
+)
+def test_operands_follow_every_optimiser(options):
+    """The forward after a step uses the new weights, also with the fused AdamW, which raises no version counter."""
     model = make_model("qwen3", "unified-fp8")
     batch = PackedBatch.from_sequences([[5, 6, 7]])
-    before = model(batch).detach()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=0.05)
-    model(batch).float().square().sum().backward()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+    before = model(batch)
+    before.float().square().sum().backward()
     optimiser.step()
     stepped = model(batch).detach()
-    assert not torch.equal(stepped, before)
-    model.load_state_dict(make_model("qwen3", "unified-fp8").state_dict())
-    assert torch.equal(model(batch), before)
+    assert not torch.equal(stepped, before.detach())
+    fresh = make_model("qwen3", "unified-fp8")
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(batch).detach(), stepped)
+
+
+def test_operands_follow_other_changes():
+    """load_state_dict, also with assign=True, and in-place edits change the forward at once; edits through `.data`
+    need `forget_operands`."""
+    model = make_model("qwen3", "unified-fp8")
+    batch = PackedBatch.from_sequences([[5, 6, 7]])
+    first = model(batch).detach()
+    other = make_model("qwen3", "unified-fp8", seed=5)
+    second = other(batch).detach()
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(batch).detach(), second)
+    model.load_state_dict(make_model("qwen3", "unified-fp8").state_dict(), assign=True)
+    assert torch.equal(model(batch).detach(), first)
     weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    with torch.no_grad():
+        weight.mul_(-1.0)
+    third = model(batch).detach()
+    assert not torch.equal(third, first)
     weight.data.mul_(-1.0)
+    assert torch.equal(model(batch).detach(), third)
     model.forget_operands()
-    assert not torch.equal(model(batch), before)
+    assert torch.equal(model(batch).detach(), first)
 
 
 def test_weights_are_quantised_once_per_step(monkeypatch):
