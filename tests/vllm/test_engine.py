@@ -22,7 +22,7 @@ from precision_policies import compare_attestations, load_policy
 from rllib_llm.attest import build_attestation, prepare_process
 from rllib_llm.engines.base import EngineError, PromptError, SamplingParams, SamplingParamsError
 from rllib_llm.engines.factory import make_engine
-from rllib_llm.models import PackedBatch, build_model
+from rllib_llm.models import PackedBatch, build_model, load_tokenizer
 from rllib_llm.sync.export import export_weights
 from rllib_llm.sync.packed import WeightSyncError
 
@@ -229,6 +229,26 @@ def test_what_cannot_be_done_is_refused_by_name(qwen3: tuple[Any, Any]) -> None:
         engine.generate([[3] * 512, [500]], SamplingParams(max_tokens=4))
     with pytest.raises(SamplingParamsError, match=r"min_tokens=2(?s:.*)stop=\('x',\)"):
         engine.generate([[3]], SamplingParams(max_tokens=4, min_tokens=2, stop=("x",)))
+
+
+def test_a_model_directory_starts_at_version_0_with_its_tokenizer(ray_for_engines: None) -> None:
+    """The shipped model: the torch engine and vLLM give the same greedy answers and log-probs; stop strings work."""
+    prompt = [int(t) for t in load_tokenizer("tiny-chain").encode("3+4=")]
+    params = SamplingParams(max_tokens=24, temperature=0)
+    with make_engine("torch", "tiny-chain", "unified-fp8") as torch_engine:
+        expected = torch_engine.generate([prompt], params)[0][0]
+    with start("tiny-chain", "unified-fp8") as engine:
+        found = engine.generate([prompt], params)[0][0]
+        text = load_tokenizer("tiny-chain").decode(found.token_ids)
+        stopped = engine.generate([prompt], SamplingParams(max_tokens=24, temperature=0, stop=(text[2],)))[0][
+            0
+        ]
+    assert found.weights_version == 0
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    if DEVICE == "cpu":
+        assert np.array_equal(found.logprobs, expected.logprobs)
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.token_ids) <= len(found.token_ids)
 
 
 def test_generation_before_the_first_update_is_refused(ray_for_engines: None) -> None:

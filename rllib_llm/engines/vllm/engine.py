@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from precision_policies import Attestation, PrecisionPolicy, load_policy
 from rllib_llm.engines.base import (
+    CHECKPOINT_VERSION,
     NO_WEIGHTS,
     Completion,
     EngineError,
@@ -52,8 +53,9 @@ class VLLMEngine(RolloutEngine):
     """vLLM scheduling, paging and sampling around the learner's operators.
 
     Args:
-        model: a model directory, shipped name or transformers config. Weights come with the first `update_weights`.
+        model: a model directory, shipped name, or transformers config (weights come with the first `update_weights`).
         policy: what `precision_policies.load_policy` takes.
+        load_weights: False ignores the weights of a model directory and waits for the first update.
         max_model_len: context in tokens; default and upper bound: the model's max_position_embeddings.
         max_num_seqs: most sequences decoded at once.
         max_num_batched_tokens: most tokens of one step (longer prompts are chunked on a GPU; on CPU it must
@@ -78,6 +80,7 @@ class VLLMEngine(RolloutEngine):
         model: Any,
         policy: Any,
         *,
+        load_weights: bool = True,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
@@ -126,9 +129,9 @@ class VLLMEngine(RolloutEngine):
         self._version = NO_WEIGHTS
         self._asleep = False
         self._directory = _config_directory(self._path, config)
-        self._actor: Any = self._start(num_gpus, num_cpus, start_timeout_s)
+        self._actor: Any = self._start(num_gpus, num_cpus, start_timeout_s, load_weights)
 
-    def _start(self, num_gpus: float, num_cpus: float, timeout_s: float) -> Any:
+    def _start(self, num_gpus: float, num_cpus: float, timeout_s: float, load_weights: bool) -> Any:
         environment = _PROCESS_ENVIRONMENT | self.policy.environment(engine="vllm", device=self.device)
         if self.device == "cuda" and not num_gpus:
             # Ray hides the GPUs from an actor that reserves none; this one shares those of the env runner.
@@ -142,6 +145,9 @@ class VLLMEngine(RolloutEngine):
         logger.info("starting vLLM %s on %s, weights by the object store", compat.vllm_version(), self.device)
         self._actor = actor
         self._get(actor.ready.remote(), timeout_s, "start")
+        if load_weights and self._path is not None:
+            self._get(actor.load_checkpoint.remote(str(self._path)), timeout_s, "load_checkpoint")
+            self._version = CHECKPOINT_VERSION
         return actor
 
     @property

@@ -18,8 +18,9 @@ import torch
 
 from precision_policies import Attestation, PrecisionPolicy
 from rllib_llm.attest import build_attestation
-from rllib_llm.engines.base import NO_WEIGHTS, EngineError, SamplingParams
+from rllib_llm.engines.base import CHECKPOINT_VERSION, NO_WEIGHTS, EngineError, SamplingParams
 from rllib_llm.engines.vllm import compat
+from rllib_llm.models.checkpoint import load_pretrained
 from rllib_llm.sync.packed import WeightChunk, WeightUpdate
 from rllib_llm.sync.verify import WeightReceipt, verify_update
 
@@ -139,6 +140,10 @@ class VLLMWorker:
                 "vLLM refused to reset its prefix cache (requests are running): stale keys would be reused"
             )
         self.version = version
+
+    def load_checkpoint(self, path: str) -> None:
+        """The weights of a model directory, rounded and quantised as an export of them would be."""
+        self.load(CHECKPOINT_VERSION, load_pretrained(path, self.policy, "rollout").named_buffers())
 
     def attest(self) -> Attestation:
         """The statement of this process; on CUDA the attention operator is the one that vLLM's layers are
