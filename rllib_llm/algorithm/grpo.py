@@ -32,6 +32,7 @@ from rllib_llm.algorithm.sharding import assign_minibatches, make_shards
 from rllib_llm.algorithm.weight_sync import WeightSync
 from rllib_llm.episode import TextEpisode
 from rllib_llm.losses import overlong_penalty
+from rllib_llm.tracking.samples import report
 
 __all__ = ["GRPO"]
 
@@ -55,6 +56,7 @@ class GRPO(Durable, Algorithm):
         self.settings = self.config.settings()
         self.next_prompt = 0
         self.consecutive_empty = 0
+        self.last_episodes: Sequence[TextEpisode] = ()
         self.forced_correction: Any = None
         self.monitor = PrecisionMonitor(self.settings.policy)
         preflight(self.config)
@@ -72,6 +74,8 @@ class GRPO(Durable, Algorithm):
             remote=self.config.num_env_runners + self.config.evaluation_num_env_runners > 0,
         )
         self.push_weights()
+        if self.eval_env_runner_group is not None:
+            self.weights.push(self.eval_env_runner_group)
         self.monitor.guard.remember(self.weights.evidence(self.env_runner_group))
 
     @classmethod
@@ -92,7 +96,7 @@ class GRPO(Durable, Algorithm):
             collected = self._sample()
         if not collected.episodes:
             return
-        episodes = collected.episodes
+        episodes = self.last_episodes = collected.episodes
         with self._timed(names.ADVANTAGE_TIMER):
             advantages = self.advantages(episodes)
         with self._timed(names.LEARN_TIMER):
@@ -252,10 +256,11 @@ class GRPO(Durable, Algorithm):
 
     @override(Trainable)
     def get_auto_filled_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Adds the policy's name and fingerprint, which are text and no metrics, to every result."""
+        """Adds what is text and no metric: the policy's name and fingerprint, some samples, the attestations."""
         filled = super().get_auto_filled_metrics(*args, **kwargs)
         policy = self.settings.policy
-        return filled | {"precision_policy": policy.name, "precision_fingerprint": policy.fingerprint}
+        filled |= {"precision_policy": policy.name, "precision_fingerprint": policy.fingerprint}
+        return filled | report(self, self.last_episodes, first=filled["iterations_since_restore"] == 1)
 
 
 class _SetState:

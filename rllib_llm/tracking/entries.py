@@ -29,6 +29,7 @@ RESULT_NOISE = frozenset(
         "time_since_restore",
         "hist_stats",
     }
+    | {"samples", "attestations"}  # text, which becomes artefacts
 )
 
 T = TypeVar("T")

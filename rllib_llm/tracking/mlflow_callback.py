@@ -23,7 +23,7 @@ from rllib_llm.tracking.artefacts import trial_artefacts
 from rllib_llm.tracking.delivery import Delivery, DeliveryReport, now_ms
 from rllib_llm.tracking.plots import save_plots
 from rllib_llm.tracking.provenance import provenance_tags
-from rllib_llm.tracking.samples import samples_table
+from rllib_llm.tracking.samples import ATTESTATIONS, samples_table
 from rllib_llm.tracking.store import DEFAULT_STORE, MLflowStore, Operation, require_mlflow, resolve_uri
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,9 @@ class MLflowCallback(tune.Callback):
         values = entries.metrics_of(result)
         self._history.setdefault(run, []).append((step, values))
         self._submit(run, "metrics", {"step": step, "time_ms": now_ms(), "values": values})
+        if result.get(ATTESTATIONS):
+            text = json.dumps(entries.jsonable(result[ATTESTATIONS]), indent=1)
+            self._submit(run, "text", {"file": "policy/attestations.json", "text": text})
         if self._samples_every and (step == 1 or step % self._samples_every == 0):
             table = samples_table(result, step)
             if table:

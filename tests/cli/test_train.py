@@ -128,3 +128,21 @@ def test_results_are_where_the_config_says(interrupted):
     assert {"experiment.yaml", "metrics.jsonl", "tracking.json"} <= {
         path.name for path in Path(directory).iterdir()
     }
+
+
+def test_the_mlflow_run_tells_what_ran(interrupted):
+    """The trial's run holds the policy, the plan, the attestations of both sides and sampled answers."""
+    directory, *_ = interrupted
+    record = json.loads((directory / "tracking.json").read_text())
+    client, run_id = MlflowClient(tracking_uri=record["tracking_uri"]), record["run_ids"]["0"]
+    files = {file.path for folder in ("", "policy") for file in client.list_artifacts(run_id, folder)}
+    assert {"samples.json", "policy/policy.yaml", "policy/plan.json", "policy/attestations.json"} <= files
+    attestations = json.loads(Path(client.download_artifacts(run_id, "policy/attestations.json")).read_text())
+    assert "train" in attestations
+    assert any(side.startswith("rollout") for side in attestations)
+    table = json.loads(Path(client.download_artifacts(run_id, "samples.json")).read_text())
+    first = dict(zip(table["columns"], table["data"][0], strict=True))
+    assert re.search(r"\d+a[+-]\d+", first["prompt"])
+    assert first["iteration"] == 1
+    parent = client.get_run(record["run_ids"]["experiment"])
+    assert parent.data.params["precision/policy"] == "unified-fp8"
