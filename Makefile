@@ -75,7 +75,7 @@ $(VENV)/.python:
 # The stamp is newer than setup.cfg when the installed dependencies are those that setup.cfg names.
 $(VENV)/.installed-%: $(VENV)/.python setup.cfg setup.py pyproject.toml
 	$(if $(TORCH),$(PIP) install --quiet $(TORCH))
-	$(PIP) install --quiet --editable ".[$(EXTRAS_$(if $(filter dev,$*),DEV,RUN))]"
+	PYTHONWARNINGS=ignore $(PIP) install --quiet --editable ".[$(EXTRAS_$(if $(filter dev,$*),DEV,RUN))]"
 	@touch $@
 
 $(VENV)-vllm/.installed: $(VENV)/.python tests/vllm/requirements.txt setup.cfg
