@@ -52,7 +52,9 @@ def test_result_does_not_depend_on_the_number_of_learners(build: Make, toy_confi
     results, weights = [], []
     for learners, tokens in ((0, 8192), (0, 24), (1, 8192), (2, 24)):
         config = toy_config("bf16", max_new_tokens=6).learners(num_learners=learners)
-        algo = build(config.training(num_epochs=2, minibatches_per_epoch=2, micro_batch_tokens=tokens, grad_clip=None))
+        algo = build(
+            config.training(num_epochs=2, minibatches_per_epoch=2, micro_batch_tokens=tokens, grad_clip=None)
+        )
         results.append(algo.train())
         weights.append(_learner_weights(algo))
         if learners == 2:
@@ -77,7 +79,9 @@ def _assert_an_idle_learner_takes_part(algo: Any) -> None:
     algo._learn(episodes, np.ones(1, np.float32))
     digests = [r.get() for r in algo.learner_group.foreach_learner(_digest)]
     assert digests[0] == digests[1]
-    assert [r.get() for r in algo.learner_group.foreach_learner(_steps)] == [6, 6], "one of two minibatches is empty"
+    assert [r.get() for r in algo.learner_group.foreach_learner(_steps)] == [6, 6], (
+        "one of two minibatches is empty"
+    )
 
 
 def _digest(learner: Any) -> str:
@@ -118,8 +122,12 @@ def test_samples_do_not_depend_on_the_number_of_runners(fleet: Any, build: Make,
         assert algo.next_prompt == 0
     for _ in range(2):
         remote_result, local_result = fleet.train(), local.train()
-        for group, name in ((names.ENV_RUNNERS, names.EPISODE_RETURN_MEAN), (names.ENV_RUNNERS, names.NUM_TOKENS_SAMPLED)):
-            assert remote_result[group][name] == local_result[group][name]
+        for group, name in (
+            (names.ENV_RUNNERS, names.EPISODE_RETURN_MEAN),
+            (names.ENV_RUNNERS, names.NUM_TOKENS_SAMPLED),
+        ):
+            # A mean over runners of means is rounded in another order.
+            assert remote_result[group][name] == pytest.approx(local_result[group][name], rel=1e-12)
         assert (
             remote_result[names.LEARNERS]["default_policy"][names.GRAD_NORM]
             == local_result[names.LEARNERS]["default_policy"][names.GRAD_NORM]
@@ -127,7 +135,7 @@ def test_samples_do_not_depend_on_the_number_of_runners(fleet: Any, build: Make,
         assert remote_result[names.MISMATCH]["bit_equal_share"] == 1.0
     one, other = fleet.evaluate()[names.ENV_RUNNERS], local.evaluate()[names.ENV_RUNNERS]
     assert one["num_episodes"] == other["num_episodes"] == 6
-    assert one[names.EPISODE_RETURN_MEAN] == other[names.EPISODE_RETURN_MEAN]
+    assert one[names.EPISODE_RETURN_MEAN] == pytest.approx(other[names.EPISODE_RETURN_MEAN], rel=1e-12)
 
 
 def test_every_runner_holds_the_learners_weights(fleet: Any) -> None:
@@ -142,7 +150,9 @@ def test_every_runner_holds_the_learners_weights(fleet: Any) -> None:
     assert set(versions(fleet).values()) == {sent.version}
 
 
-def test_restored_weights_are_on_every_runner_before_the_first_sample(fleet: Any, tmp_path: pathlib.Path) -> None:
+def test_restored_weights_are_on_every_runner_before_the_first_sample(
+    fleet: Any, tmp_path: pathlib.Path
+) -> None:
     """A restore returns only when every runner confirmed the restored weights, however slow loading is."""
     fleet.train()
     path = fleet.save_to_path(tmp_path / "c")

@@ -256,7 +256,7 @@ def test_evaluation_interval_reports_in_results(build: Make, toy_config: Make) -
 
 def test_dynamic_sampling_fills_the_batch_with_informative_groups(build: Make, toy_config: Make) -> None:
     """DAPO's dynamic sampling replaces groups whose rewards are all equal by new problems."""
-    algo = build(toy_config(group_size=8).training(dynamic_sampling=True, max_sample_rounds=50))
+    algo = build(toy_config(group_size=2).training(dynamic_sampling=True, max_sample_rounds=50))
     result = algo.train()
     assert result[names.NUM_SAMPLE_ROUNDS] > 1
     assert result[names.NUM_GROUPS_WITHOUT_SIGNAL] > 0
