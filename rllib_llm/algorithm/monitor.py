@@ -68,4 +68,6 @@ class PrecisionMonitor:
     def explain(self, verdict: GuardVerdict, evidence: Evidence) -> str:
         """The verdict's message with what fresh attestations say about who changed."""
         baseline = self.guard.get_state()["baseline"]
-        return "\n  ".join([verdict.message.splitlines()[0], *changed_sides(baseline, evidence)])
+        first, *more = verdict.message.split("\n  ")
+        hints = [line for line in more if line.startswith("hint:")]
+        return "\n  ".join([first, *changed_sides(baseline, evidence), *hints])

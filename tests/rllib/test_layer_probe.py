@@ -1,0 +1,28 @@
+"""The layer probe across the real learner and the real env runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rllib_llm.algorithm.probe import probe_layers
+from rllib_llm.mismatch import first_difference
+
+Make = Callable[..., Any]
+SEQUENCES = [[0, 1, 2, 10, 3], [5, 10, 5]]
+
+
+def test_the_probe_finds_nothing_in_a_healthy_run_and_the_layer_in_a_broken_one(build: Make) -> None:
+    """After an iteration every module is bit-equal; one row of a norm changed in the engine is found as that layer."""
+    algo = build()
+    algo.train()
+    [(runner, layers)] = probe_layers(algo, SEQUENCES).items()
+    assert len(layers) > 5
+    assert first_difference(layers) == ""
+    engine = algo.env_runner.engine
+    with torch.no_grad():
+        engine.model.model.layers[1].self_attn.o_proj.weight.view(torch.uint8)[0, 0] ^= 0x40
+    engine.model.forget_operands()
+    assert first_difference(probe_layers(algo, SEQUENCES)[runner]) == "model.layers.1.self_attn.o_proj"
