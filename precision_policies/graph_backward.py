@@ -36,18 +36,20 @@ def _mirror(builder: GraphBuilder, name: str, op: str) -> None:
     graph, policy = builder.graph, builder.policy
     back = f"{name}.backward"
     _node(builder, back, op, name)
-    inputs = {"attention": policy.attention.saved, "rms_norm": policy.norm.saved}
-    inputs |= dict.fromkeys(("silu_mul", "gelu_mul"), policy.activation.saved)
+    inputs: dict[str, str] = {"attention": policy.attention.saved, "rms_norm": policy.norm.saved}
+    inputs["silu_mul"] = inputs["gelu_mul"] = policy.activation.saved
     if (saved := inputs.get(graph.nodes[name]["op"])) is not None:
         for source, _, data in list(graph.in_edges(name, data=True)):
             if data["role"] == "activation":
-                builder.edge(source, back, f"saved {data['tensor']}", Label(saved), "saved")
+                builder.edge(
+                    source, back, f"saved {data['tensor']}", builder.labels.activation(saved), "saved"
+                )
     own = {"attention": ("output", policy.attention.saved), "add_rms_norm": ("sum", policy.norm.saved)}
     if (made := own.get(graph.nodes[name]["op"])) is not None:
         builder.edge(name, back, f"saved {made[0]}", Label(made[1]), "saved")
     if f"{name}.weight.master" in graph:
-        grads = policy.embedding.wgrad if graph.nodes[name]["op"] == "embedding" else "fp32"
-        builder.edge(back, _optimizer(builder), f"d {name}.weight", Label(grads), "gradient")
+        grads = builder.labels.master if graph.nodes[name]["op"] == "embedding" else Label("fp32")
+        builder.edge(back, _optimizer(builder), f"d {name}.weight", grads, "gradient")
 
 
 def _gemms(builder: GraphBuilder, name: str, row: ModulePlan, source: str) -> None:

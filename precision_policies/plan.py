@@ -165,7 +165,7 @@ class _Rows:
                 p.embedding.train_forward,
                 p.embedding.rollout_forward,
                 own,
-                p.embedding.wgrad,
+                FORMAT_OF_DTYPE[p.master_dtype],
                 own,
             ),
             "norm": (p.norm.train_forward, p.norm.rollout_forward, own, p.norm.statistics, p.norm.saved),

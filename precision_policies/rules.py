@@ -96,20 +96,22 @@ def _plain_formats(t: Any) -> Iterator[Violation]:
     if t.gradient_dtype != t.compute_dtype:
         problem = f"differs from compute_dtype {t.compute_dtype}, the dtype of the activations they belong to"
         yield Violation("gradient_dtype", t.gradient_dtype, problem, f"use {t.compute_dtype}")
-    may_be_fp32: dict[str, tuple[str, ...] | None] = {
-        "lm_head": None,
-        "router": None,
-        "embedding": ("wgrad",),
-    }
+    more = {"lm_head": ("fp32",), "router": ("fp32",)}
     for name in FORWARD_CLASSES[1:]:
-        wide = may_be_fp32.get(name, ())
         for key, value in vars(getattr(t, name)).items():
+            if value not in FORMAT_OF_DTYPE.values() and value != "fp8":
+                continue
             if key in ("accumulation", "softmax", "statistics", "internal"):
                 continue
-            options = (own, "fp32") if wide is None or key in wide else (own,)
+            options = (
+                own,
+                *more.get(name, ()),
+                *(("fp8",) if (name, key) == ("activation", "saved") else ()),
+            )
             if value not in options:
                 problem = f"does not go with compute_dtype {t.compute_dtype}"
-                yield Violation(f"{name}.{key}", value, problem, f"use {' or '.join(dict.fromkeys(options))}")
+                remedy = f"use {' or '.join(dict.fromkeys(options))}"
+                yield Violation(f"{name}.{key}", value, problem, remedy)
 
 
 @_rule("kv_cache", "attention")

@@ -90,7 +90,7 @@ class Embedding:
 
     train_forward: PlainFormat = doc("format of the rows read by the learner")
     rollout_forward: PlainFormat = doc("format of the rows read by the rollout engine")
-    wgrad: PlainFormat = doc("accumulation of gradients of rows that occur more than once")
+    wgrad: Literal["master_dtype"] = doc("gradients of rows that occur more than once are summed in it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,9 @@ class Norm:
 
     train_forward: PlainFormat = doc("format of its input and output in the learner")
     rollout_forward: PlainFormat = doc("format of its input and output in the rollout engine")
-    statistics: Literal["fp32"] = doc("mean of squares, reciprocal root and product with the weight")
+    statistics: Literal["fp32"] = doc(
+        "mean of squares and its root; the normalised row is rounded to compute_dtype, then multiplied by the weight"
+    )
     residual: PlainFormat = doc("the residual stream: the sum is rounded to this before it is normalised")
     saved: PlainFormat = doc("its input as kept for the backward pass")
 
@@ -122,8 +124,10 @@ class Activation:
 
     train_forward: PlainFormat = doc("format of its inputs and output in the learner")
     rollout_forward: PlainFormat = doc("format of its inputs and output in the rollout engine")
-    internal: Literal["fp32"] = doc("arithmetic inside, rounded once at the end")
-    saved: PlainFormat = doc("its inputs as kept for the backward pass")
+    internal: Literal["fp32"] = doc(
+        "arithmetic; SiLU(gate) and the product are each rounded to compute_dtype"
+    )
+    saved: Format = doc("its inputs as kept for the backward pass, which recomputes the product from them")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,11 @@ from rllib_llm.models.layers import (
     PlannedLinear,
     PlannedModule,
     PlannedNorm,
+    ScaleFormat,
     Side,
     joint_forward,
     rollout_specs,
+    scale_rule,
 )
 from rllib_llm.models.sampling_law import logprobs_of
 from rllib_llm.sync.packed import PackedTensor
@@ -112,12 +114,12 @@ class FeedForward(nn.Module):
         self.gate_proj = PlannedLinear(plan[f"{name}.gate_proj"], policy, side)
         self.up_proj = PlannedLinear(plan[f"{name}.up_proj"], policy, side)
         self.down_proj = PlannedLinear(plan[f"{name}.down_proj"], policy, side)
-        self.saved = policy.activation.saved
+        self.saved: tuple[str, ScaleFormat, float] = (policy.activation.saved, *scale_rule(policy))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
         gate, up = joint_forward((self.gate_proj, self.up_proj), x)
-        return self.down_proj(silu_mul(gate, up, self.saved))
+        return self.down_proj(silu_mul(gate, up, *self.saved))
 
 
 class DecoderLayer(nn.Module):

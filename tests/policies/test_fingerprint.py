@@ -135,7 +135,7 @@ CHANGES = {
     "lm_head.dgrad": "fp32",
     "lm_head.wgrad": "fp32",
     "lm_head.saved": "fp32",
-    "embedding.wgrad": "bf16",
+    "activation.saved": "fp8",
     "router.train_forward": "bf16",
     "router.rollout_forward": "bf16",
     "exempt.modules": ["**.o_proj"],
@@ -173,6 +173,7 @@ ONE_VALUE = {
     "activation.internal",
     "router.accumulation",
     "logprobs.dtype",
+    "embedding.wgrad",
 }
 WITH_COMPUTE_DTYPE = {
     "compute_dtype",
@@ -190,7 +191,6 @@ WITH_COMPUTE_DTYPE = {
     "attention.saved",
     "activation.train_forward",
     "activation.rollout_forward",
-    "activation.saved",
     "kv_cache.format",
 }
 NO_NUMBER = {
