@@ -76,7 +76,7 @@ def rollout_tensors(
     """
     compute = torch_dtype(policy.compute_dtype)
     if parameter == "weight" and plan.rollout_forward == "fp8":
-        quantised = quantise_weight(master.to(compute), *_scale_rule(policy))
+        quantised = quantise_weight(master.to(compute), *scale_rule(policy))
         return {"weight": quantised.codes, "weight" + SCALE_SUFFIX: quantised.scales}
     return {parameter: master.to(compute).to(_plain_dtype(plan, "rollout", compute))}
 
@@ -98,7 +98,8 @@ def rollout_specs(plan: ModulePlan, policy: PrecisionPolicy) -> dict[str, Tensor
     return specs
 
 
-def _scale_rule(policy: PrecisionPolicy) -> tuple[ScaleFormat, float]:
+def scale_rule(policy: PrecisionPolicy) -> tuple[ScaleFormat, float]:
+    """(scale format, scale floor) of every fp8 operand, as the operators take them."""
     return cast(ScaleFormat, policy.scale_format), policy.scale_floor
 
 
@@ -197,7 +198,7 @@ class PlannedLinear(PlannedModule):
     def __init__(self, plan: ModulePlan, policy: PrecisionPolicy, side: Side, tied: bool = False) -> None:
         super().__init__(plan, policy, side, owns_tensors=not tied)
         form = plan.train_forward if side == "train" else plan.rollout_forward
-        scale = _scale_rule(policy)
+        scale = scale_rule(policy)
         if side == "train":
             self.formats = LinearFormats(form, plan.dgrad, plan.wgrad, plan.saved, *scale)
         else:  # no backward here: the last three are not used
