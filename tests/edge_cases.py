@@ -1,7 +1,8 @@
 """Shapes and values on which numerical code breaks, in one place: add a case here and every test sees it.
 
 * `shapes`, `rows`, `dims`   sizes around the 128-block and of real models; a fast subset unless ``full``.
-* `value_cases`              named matrices: zeros with a single one, 1e-20, infinities, NaN, ties between codes ...
+* `value_cases`              named matrices: zeros with a single one, 1e-20, infinities, NaN, ties between
+  codes ...
 * `layouts`                  the same numbers behind other strides and offsets.
 * `row_contexts`             a row alone and inside batches, for row-invariance.
 * `assert_same_bits`         bitwise equality with a report of the first difference.
@@ -31,7 +32,9 @@ def dims(full: bool = False) -> tuple[int, ...]:
 
 
 def shapes(full: bool = False) -> list[tuple[int, int]]:
-    """(rows, dim) pairs: every row count with a ragged dim, every dim with ragged rows; ``full``: the product."""
+    """(rows, dim) pairs: every row count with a ragged dim, every dim with ragged rows; ``full``: the
+    product.
+    """
     if full:
         return [(r, d) for r in FULL_ROWS for d in FULL_DIMS]
     return sorted({(r, 192) for r in FAST_ROWS} | {(129, d) for d in FAST_DIMS} | {(3, 4304)})
@@ -68,7 +71,9 @@ def _sprinkle(x: torch.Tensor, *values: float) -> torch.Tensor:
 
 
 def _ties(x: torch.Tensor) -> torch.Tensor:
-    """Midpoints between neighbouring codes and their fp32 neighbours; every 64th element is 448, so scales are 1."""
+    """Midpoints between neighbouring codes and their fp32 neighbours; every 64th element is 448, so scales
+    are 1.
+    """
     codes = finite_codes()
     middle = (codes[1:] + codes[:-1]) / 2
     ladder = torch.cat((middle, torch.nextafter(middle, middle + 1), torch.nextafter(middle, middle - 1)))
@@ -145,7 +150,33 @@ def layouts(x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     padded = x.new_full((m + 3, k + 5), float("nan"))
     padded[1 : m + 1, 3 : k + 3] = x
     yield "inside a larger matrix", padded[1 : m + 1, 3 : k + 3]
-    yield "every third row", x.new_zeros(max(1, 3 * m), k).index_copy_(0, 3 * torch.arange(m), x)[::3][:m]
+    yield (
+        "every third row",
+        x.new_zeros(max(1, 3 * m), k).index_copy_(0, 3 * torch.arange(m, device=x.device), x)[::3][:m],
+    )
+
+
+def cancelling(rows: int, dim: int, dtype: torch.dtype, seed: int = 0, noise: float = 1e-7) -> torch.Tensor:
+    """[rows, dim] whose second half of every 128-block is minus the first, up to ``noise``, over 30 binary
+    orders.
+
+    Against a `mirrored` operand all leading digits cancel, so a sum that rounds anywhere shows it in the
+    result.
+    """
+    x = normal(rows, dim, seed) * torch.pow(
+        2.0, torch.randint(-15, 15, (rows, dim), generator=generator(seed)).float()
+    )
+    for start in range(0, dim - 127, 128):
+        x[:, start + 64 : start + 128] = -x[:, start : start + 64] * (1 + noise * normal(rows, 64, seed + 1))
+    return x.to(dtype)
+
+
+def mirrored(rows: int, dim: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Normal [rows, dim] whose second half of every 128-block repeats the first: the partner of `cancelling`."""
+    x = normal(rows, dim, seed)
+    for start in range(0, dim - 127, 128):
+        x[:, start + 64 : start + 128] = x[:, start : start + 64]
+    return x.to(dtype)
 
 
 def row_contexts(row: torch.Tensor, seed: int = 5) -> Iterator[tuple[str, torch.Tensor, int]]:

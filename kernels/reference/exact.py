@@ -11,8 +11,12 @@ Three ideas, each an argument rather than a hope:
   cannot matter, and zeros appended at the end change nothing. A Triton program copies it with reshape([2,
   n/2]) and a sum over the axis of two; in Triton's own layout the first levels stay in registers, so a row
   is read once (`kernels/triton/numerics.py`).
-* **exp and log from IEEE additions and multiplications** (no FMA, no table, no library call). torch.exp uses
-  another routine for the tail of a vector than for its body, so its bits depend on the position in a batch.
+* **exp and log from IEEE additions and multiplications** (no FMA, no table, no library call). A library promises
+  neither its bits across versions, processors and tails of vectors (torch 2.13's fp32 sqrt on CPU is off by one ulp
+  for one value in five), nor could a GPU kernel reproduce them; this can be copied operation by operation.
+
+Measured with torch 2.13 on a Zen 5: an fp64 GEMM without alignment gave other bits for every one of 300 rows alone
+than in a batch; torch.sum changed 226 of 300 rows of 77 when the matrix was transposed in memory, 150 when padded.
 """
 
 from __future__ import annotations

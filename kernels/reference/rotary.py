@@ -6,9 +6,8 @@ The table holds cos and sin ROUNDED to the compute dtype; the rotation is fp32 w
     y1 = round_c(x1 * cos - x2 * sin);   y2 = round_c(x2 * cos + x1 * sin)       products rounded to fp32,
     no FMA
 
-Angles are fp32(position) * inv_freq, rounded to fp32, as in Hugging Face. sin and cos are polynomials in fp64
-made of IEEE operations, so a table's bits do not depend on its length (torch.cos has another routine for
-tails).
+Angles are fp32(position) * inv_freq, rounded to fp32, as in Hugging Face. sin and cos are polynomials in fp64 made
+of IEEE operations, so a table's bits depend neither on its length nor on a library or device.
 """
 
 from __future__ import annotations

@@ -5,14 +5,16 @@ same bits.
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
 
 import precision_kernels as pk
 from precision_kernels import AttentionLayout, reference
+from precision_kernels.reference.attention import _exact_block, prepare_keys_values
 from precision_kernels.reference.layout import WorkUnit
-from tests.edge_cases import assert_same_bits, generator, normal
+from tests.edge_cases import assert_same_bits, cancelling, generator, mirrored, normal
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -159,6 +161,25 @@ def test_chunked_prefill_then_forked_decode_equals_the_packed_forward(chunk: int
         out = pk.attention(q[token], k[token], v[token], layout, cache)
         for row in range(3):
             assert_same_bits(out[row], expected[t], f"token {t} row {row}")
+
+
+def test_value_sums_are_exact_where_everything_cancels() -> None:
+    """sum_j p_j v_j over a block equals rational arithmetic on the rounded p and v, though leading digits
+    cancel.
+    """
+    v = cancelling(3, 128, torch.float32).T.contiguous()
+    _, unit, exponent = prepare_keys_values(v, v)
+    weights = mirrored(4, 128, torch.float32).abs().double() * exponent
+    block = weights.clone()
+    product = _exact_block(block, unit)
+    assert float(((block - weights).abs() / weights.amax(-1, keepdim=True)).max()) <= 2.0**-23
+    assert float((unit * exponent[:, None] - v.double()).abs().max() / v.abs().max()) <= 2.0**-23
+    for i in range(4):
+        for d in range(3):
+            terms = zip(block[i].tolist(), unit[:, d].tolist(), strict=True)
+            assert Fraction(product[i, d].item()) == sum(
+                (Fraction(a) * Fraction(b) for a, b in terms), Fraction(0)
+            )
 
 
 def test_a_used_cache_row_can_be_used_again() -> None:

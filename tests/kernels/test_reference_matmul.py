@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from precision_kernels import reference
 from precision_kernels.reference import Quantised
-from tests.edge_cases import FINITE_VALUE_CASES, assert_same_bits, layouts, normal, row_contexts, value_case
+from tests.edge_cases import (
+    FINITE_VALUE_CASES,
+    assert_same_bits,
+    cancelling,
+    layouts,
+    mirrored,
+    normal,
+    row_contexts,
+    value_case,
+)
 
 
 @pytest.fixture(params=[1, 2])
@@ -21,28 +32,51 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def scalar_block_product(a: Quantised, b: Quantised, i: int, j: int) -> float:
-    """Element (i, j) of a @ b.T by the docstring's loop: exact block sums (fp64), fp32 scale and
-    accumulation.
+def integer_product(a: Quantised, b: Quantised) -> torch.Tensor:
+    """a @ b.T by the docstring's formula: block sums in int64 (codes are multiples of 2^-9), then fp32 in
+    numpy.
     """
-    total = None
+    rows, columns = a.shape[0], b.shape[0]
+    total = np.zeros((rows, columns), np.float32)
     for block in range(a.scales.shape[1]):
         part = slice(block * 128, (block + 1) * 128)
-        exact = (a.codes[i, part].double() * b.codes[j, part].double()).sum().float()
-        term = exact * (a.scales[i, block] * b.scales[j // 128, block])
-        total = term if total is None else total + term
-    return float(total)
+        left, right = ((q.codes[:, part].double() * 512).long().numpy() for q in (a, b))
+        sums = (left @ right.T).astype(np.float64) * 2.0**-18
+        scale_b = np.repeat(b.scales[:, block].numpy(), 128)[:columns]
+        term = sums.astype(np.float32) * (a.scales[:, block].numpy()[:, None] * scale_b[None])
+        total = term if block == 0 else total + term
+    return torch.from_numpy(total)
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
 def test_forward_product_is_the_written_sum(scale_format: str) -> None:
-    """Single elements equal the scalar loop bit for bit, on ragged shapes."""
-    for m, n, k in ((3, 5, 64), (130, 200, 300), (2, 129, 576)):
-        a = reference.quantise_activation(normal(m, k, 1), scale_format)
-        b = reference.quantise_weight(normal(n, k, 2), scale_format)
-        y = reference.block_fp8_matmul(a, b, torch.float32)
-        for i, j in ((0, 0), (m - 1, n - 1), (m // 2, n // 3)):
-            assert y[i, j].item() == scalar_block_product(a, b, i, j)
+    """Every element equals integer arithmetic bit for bit, on ragged shapes and where all leading digits
+    cancel.
+    """
+    for m, n, k in ((3, 5, 64), (130, 200, 300), (2, 129, 576), (0, 3, 64)):
+        for x, w in (
+            (normal(m, k, 1), normal(n, k, 2)),
+            (cancelling(m, k, torch.float32), mirrored(n, k, torch.float32)),
+        ):
+            a, b = reference.quantise_activation(x, scale_format), reference.quantise_weight(w, scale_format)
+            assert_same_bits(
+                reference.block_fp8_matmul(a, b, torch.float32), integer_product(a, b), f"{m}x{n}x{k}"
+            )
+
+
+def test_block_sums_of_aligned_operands_are_exact() -> None:
+    """invariant_matmul over one block equals rational arithmetic on the aligned operands, rounded once to
+    fp32.
+    """
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, w = cancelling(4, 128, dtype), mirrored(5, 128, dtype)
+        y = reference.invariant_matmul(x, w, torch.float32)
+        left, right = reference.align(x).tolist(), reference.align(w).tolist()
+        for i in range(4):
+            for j in range(5):
+                terms = zip(left[i], right[j], strict=True)
+                truth = sum((Fraction(a) * Fraction(b) for a, b in terms), Fraction(0))
+                assert y[i, j].item() == np.float32(float(truth)), (dtype, i, j)
 
 
 def test_three_products_match_fp64_within_fp32_accumulation() -> None:
@@ -79,9 +113,9 @@ def test_weight_gradient_accumulates_into_the_given_tensor() -> None:
 
 def test_fp8_rows_depend_on_themselves_only(threads: int) -> None:
     """A row's product is the same alone, anywhere in a batch, beside NaN rows, and with one or two threads."""
-    for k, n in ((64, 3), (192, 130), (576, 256)):
-        w = reference.quantise_weight(normal(n, k, 9))
-        row = normal(1, k, 4)[0].bfloat16()
+    for k, n in ((128, 3), (192, 130), (512, 256)):
+        w = reference.quantise_weight(mirrored(n, k, torch.float32, 9))
+        row = cancelling(1, k, torch.bfloat16, 4)[0]
         torch.set_num_threads(1)
         alone = reference.block_fp8_matmul(reference.quantise_activation(row[None]), w)
         torch.set_num_threads(threads)
@@ -95,10 +129,10 @@ def test_invariant_matmul_rows_depend_on_themselves_only(threads: int, dtype: to
     """The same for bf16, fp16 and fp32 operands; packed and unpacked weights and any layout give the same
     bits.
     """
-    for k, n in ((64, 3), (192, 130), (576, 512)):
-        w = normal(n, k, 9).to(dtype)
+    for k, n in ((128, 3), (192, 130), (512, 512)):
+        w = mirrored(n, k, dtype, 9)
         packed = reference.pack_weight(w)
-        row = normal(1, k, 4)[0].to(dtype)
+        row = cancelling(1, k, dtype, 4)[0]
         torch.set_num_threads(1)
         alone = reference.invariant_matmul(row[None], w)
         torch.set_num_threads(threads)
