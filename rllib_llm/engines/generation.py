@@ -76,7 +76,10 @@ class Generation:
         self.waiting = deque(range(len(prompts)))
         self.staged: deque[_Staged] = deque()
         self.active: list[_Running] = []
-        self.uniforms = torch.zeros(limits.sequences, params.max_tokens, dtype=torch.float64)
+        self.device = cache.device
+        self.uniforms = torch.zeros(
+            limits.sequences, params.max_tokens, dtype=torch.float64, device=self.device
+        )
         self.results: list[list[Completion | None]] = [[None] * params.n for _ in prompts]
 
     def run(self) -> list[list[Completion]]:
@@ -138,7 +141,7 @@ class Generation:
         batch = PackedBatch.from_pieces(
             [(self.prompts[indices[which]][start:stop], start) for which, start, stop in pieces]
         )
-        hidden = self.model(batch, self.cache.view([slots[which] for which, _, _ in pieces]))
+        hidden = self.model(batch.to(self.device), self.cache.view([slots[which] for which, _, _ in pieces]))
         ends = np.cumsum([stop - start for _, start, stop in pieces]) - 1
         for (which, _, stop), end in zip(pieces, ends, strict=True):
             if stop == len(self.prompts[indices[which]]):
@@ -170,7 +173,7 @@ class Generation:
     def _decode_step(self) -> None:
         tokens = torch.tensor([s.token_ids[-1] for s in self.active], dtype=torch.int64)
         positions = torch.tensor([s.length - 1 for s in self.active], dtype=torch.int64)
-        batch = PackedBatch.decode(tokens, positions)
+        batch = PackedBatch.decode(tokens, positions).to(self.device)
         hidden = self.model(batch, self.cache.view_first())
         self._take_tokens(self.model.logits(hidden), 0)
 
@@ -178,8 +181,9 @@ class Generation:
         """Sample one token for each sequence in slots first_slot.., append it, and let finished sequences
         leave."""
         running = self.active[first_slot:]
-        counts = torch.tensor([len(s.token_ids) for s in running])
-        uniforms = self.uniforms[torch.arange(first_slot, len(self.active)), counts]
+        counts = torch.tensor([len(s.token_ids) for s in running], device=self.device)
+        slots = torch.arange(first_slot, len(self.active), device=self.device)
+        uniforms = self.uniforms[slots, counts]
         params = self.params
         banned_ids = self.stop_rule.stop_ids if params.min_tokens else ()
         ids, logprobs = sample(

@@ -148,7 +148,12 @@ class TorchEngine(RolloutEngine):
         if self._cache is None or self._cache.slots < slots or self._cache.capacity < capacity:
             self._cache = None
             self._cache = DecoderCache(
-                self.model.architecture, slots, capacity, self.model.compute_dtype, self.device
+                self.model.architecture,
+                slots,
+                capacity,
+                self.model.compute_dtype,
+                self.device,
+                self.kv_cache_bytes,
             )
         return self._cache
 

@@ -13,7 +13,7 @@ from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.batch import PackedBatch
 
 WIDE_STORAGE_BYTES = 256 << 20
-"""Up to this size a CPU cache holds float64: the same numbers, without a conversion of the whole cache per step."""
+"""Up to this size a CPU cache holds float64: the same numbers, without converting the whole cache in every step."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,22 @@ class CacheView:
 class DecoderCache:
     """`slots` rows of `capacity` tokens for every layer of a model.
 
-    Rows never need clearing: the positions of a batch say how much of a row counts.
+    Rows never need clearing: the positions of a batch say how much of a row counts. Stored in `dtype`, or wider where
+    that is faster and fits into `max_bytes`.
     """
 
     def __init__(
-        self, architecture: Architecture, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        architecture: Architecture,
+        slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_bytes: int,
     ) -> None:
         self.slots, self.capacity, self.device = slots, capacity, device
-        wide = device.type == "cpu" and slots * self.bytes_per_slot(
-            architecture, capacity, torch.float64
-        ) <= (WIDE_STORAGE_BYTES)
+        wide_bytes = slots * self.bytes_per_slot(architecture, capacity, torch.float64)
+        wide = device.type == "cpu" and wide_bytes <= min(WIDE_STORAGE_BYTES, max_bytes)
         self.dtype = torch.float64 if wide else dtype
         self.layers = tuple(
             allocate_kv_cache(

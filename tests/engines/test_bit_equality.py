@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rllib_llm.engines import SamplingParams, make_engine
-from rllib_llm.models import PackedBatch, load_pretrained, save_pretrained
+from rllib_llm.models import PackedBatch, load_pretrained, load_tokenizer, save_pretrained
 from rllib_llm.sync.export import export_weights
 from tests.models.cases import CONFIGS, make_model, random_sequences
 
@@ -186,6 +186,21 @@ def test_an_engine_that_loads_a_checkpoint_agrees_too(tmp_path):
     results = engine.generate(prompts, params)
     assert {c.weights_version for r in results for c in r} == {0}
     assert_bit_equal(sampled(results), rescored(model, prompts, results, params))
+
+
+@pytest.mark.parametrize("policy", UNIFIED)
+def test_the_shipped_model_with_its_tokenizer_and_a_stop_string(policy):
+    """Trained weights, prompts as text, answers that end at "#d", both sides from one directory: exactly 0."""
+    model, engine = load_pretrained("tiny-chain", policy), make_engine("torch", "tiny-chain", policy)
+    tokenizer = load_tokenizer("tiny-chain")
+    prompts = [tokenizer(text)["input_ids"] for text in ("3a+8b*2c-5=", "9a*9b-1c+4d+7=")]
+    params = SamplingParams(n=8, max_tokens=40, seed=3, stop=("#7", "#1", "#3"))
+    results = engine.generate(prompts, params)
+    assert_bit_equal(sampled(results), rescored(model, prompts, results, params))
+    texts = [tokenizer.decode(c.token_ids) for row in results for c in row]
+    assert any(text.endswith(("#7", "#1", "#3")) for text in texts)
+    for text in texts:
+        assert not any(stop in text[:-1] for stop in ("#7", "#1", "#3")), text
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -232,7 +232,7 @@ def test_kv_memory_is_bounded_and_too_little_is_an_error(model):
     params = SamplingParams(n=64, max_tokens=40, seed=0)
     engine = engine_of(model, kv_cache_bytes=3_000_000)
     engine.generate(random_sequences((5,) * 4, VOCAB), params)
-    held = sum(t.numel() for c in engine._cache.layers for t in (c.k, c.u)) * 2
+    held = sum(t.numel() * t.element_size() for c in engine._cache.layers for t in (c.k, c.u, c.e))
     assert 1_000_000 < held <= 3_000_000
     with pytest.raises(EngineError, match="kv_cache_bytes=1000"):
         engine_of(model, kv_cache_bytes=1000).generate([[5]], params)
