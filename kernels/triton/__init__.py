@@ -54,7 +54,9 @@ def implementations() -> dict[str, Implementation]:
 def bind_matmuls(device_type: str = "cuda") -> None:
     """Use the Triton FP8 GEMMs for every shape, for machines without DeepGEMM. `bound_implementations` then says so."""
     for function in _MATMULS:
-        bind(function.__name__, device_type, Implementation(f"triton.{function.__name__}", version(), function))
+        bind(
+            function.__name__, device_type, Implementation(f"triton.{function.__name__}", version(), function)
+        )
 
 
 __all__ = ["bind_matmuls", "implementations", "version"]

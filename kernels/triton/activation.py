@@ -1,4 +1,4 @@
-"""SiLU(gate) * up of :mod:`precision_kernels.reference.activation`, optionally quantising the result, and its backward."""
+"""SiLU(gate) * up of :mod:`precision_kernels.reference.activation`, plain or quantising its result, and backward."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def _backward_kernel(
     tl.store(dgate + out, round_to(d * u * (sigmoid * (1.0 + g * (1.0 - sigmoid))), dtype), mask)
 
 
-def _outputs(gate: torch.Tensor, write: bool, quantise: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _outputs(
+    gate: torch.Tensor, write: bool, quantise: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     m, k = gate.shape
     none = lambda dtype: torch.empty(0, 0, dtype=dtype, device=gate.device)  # noqa: E731
     y = torch.empty(m, k, dtype=gate.dtype, device=gate.device) if write else none(gate.dtype)
@@ -129,11 +131,15 @@ def silu_mul_quantise(
 ) -> Quantised:
     """``reference.fused.silu_mul_quantise``: one read of gate and up, nothing but codes and scales written."""
     _check(gate, up)
-    _, codes, scales = silu_mul_op(_matrix(gate), _matrix(up), False, True, scale_format == "ue8m0", scale_floor)
+    _, codes, scales = silu_mul_op(
+        _matrix(gate), _matrix(up), False, True, scale_format == "ue8m0", scale_floor
+    )
     return Quantised(codes, scales, "1x128", scale_format)
 
 
-def silu_mul_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_mul_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.activation.silu_mul_backward``: (dgate, dup), the two halves of one [M, 2K] matrix."""
     _check(gate, up)
     both = silu_mul_backward_op(_matrix(dy), _matrix(gate), _matrix(up))

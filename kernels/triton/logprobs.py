@@ -120,14 +120,21 @@ def _log_softmax_backward_kernel(dy, y, dlogits, V, temperature, SCALE: tl.const
         tl.store(dlogits + row * V + start + lanes, grad, mask)
 
 
-def _launch(v: int) -> dict[str, int]:
-    """Chunk width of a row of v logits. A row shorter than a chunk folds in its own power of two, as in `lane_sum`."""
+def _launch(v: int, rows: int = 0) -> dict[str, int]:
+    """Chunk width of a row of v logits. A row shorter than a chunk folds in its own power of two, as in `lane_sum`.
+
+    Many rows fill the GPU with one warp each, which keeps the tree in registers; few rows need more warps per row.
+    """
     width = min(SUM_CHUNK, max(16, triton.next_power_of_2(v)))
-    return {"WIDTH": width, "num_warps": 8 if width >= 2048 else 4, "enable_fp_fusion": False}
+    warps = 1 if rows >= _MANY_ROWS else 8 if width >= 2048 else 4
+    return {"WIDTH": width, "num_warps": warps, "enable_fp_fusion": False}
 
 
 def _log2(launch: dict[str, int]) -> int:
     return launch["WIDTH"].bit_length() - 1
+
+
+_MANY_ROWS = 1024
 
 
 @torch.library.custom_op("precision_kernels::token_logprobs", mutates_args=())
@@ -139,7 +146,7 @@ def token_logprobs_op(
     logp, lse = logits.new_empty(rows), logits.new_empty(rows)
     entropy = logits.new_empty(rows if want_entropy else 0)
     if rows:
-        launch = _launch(v)
+        launch = _launch(v, rows)
         _token_kernel[(rows,)](
             logits, ids, logp, entropy, lse, v, logits.stride(0), temperature,
             SCALE=temperature != 1.0, ENTROPY=want_entropy, LOG2=_log2(launch), **launch,
@@ -183,9 +190,16 @@ def log_softmax_op(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     rows, v = logits.shape
     y = torch.empty(rows, v, dtype=torch.float32, device=logits.device)
     if rows:
-        launch = _launch(v)
+        launch = _launch(v, rows)
         _log_softmax_kernel[(rows,)](
-            logits, y, v, logits.stride(0), temperature, SCALE=temperature != 1.0, LOG2=_log2(launch), **launch
+            logits,
+            y,
+            v,
+            logits.stride(0),
+            temperature,
+            SCALE=temperature != 1.0,
+            LOG2=_log2(launch),
+            **launch,
         )
     return y
 
@@ -221,7 +235,9 @@ def token_logprobs(
     """``reference.logprobs.token_logprobs``: (log p(ids) fp32 [T], entropy fp32 [T] or None, log-sum-exp fp32 [T])."""
     _check("token_logprobs", logits, temperature)
     _check_ids(logits, ids)
-    logp, entropy, lse = token_logprobs_op(_contiguous_rows(logits), ids.contiguous(), temperature, want_entropy)
+    logp, entropy, lse = token_logprobs_op(
+        _contiguous_rows(logits), ids.contiguous(), temperature, want_entropy
+    )
     return logp, entropy if want_entropy else None, lse
 
 

@@ -33,7 +33,7 @@ def _block_fp8_kernel(
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     if ACCUMULATE:
         acc = tl.load(out, inside, 0.0)
-    for block in range(0, tl.cdiv(K, 128)):
+    for block in range(tl.cdiv(K, 128)):
         k = block * 128 + ks
         x = tl.load(a + rows[:, None] * a_m + k[None, :] * a_k, (rows < M)[:, None] & (k < K)[None, :])
         y = tl.load(b + columns[None, :] * b_n + k[:, None] * b_k, (columns < N)[None, :] & (k < K)[:, None])
@@ -57,7 +57,9 @@ def _invariant_kernel(
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         a = tl.load(x + rows[:, None] * x_m + k[None, :] * x_k, (rows < M)[:, None] & (k < K)[None, :], 0.0)
-        b = tl.load(w + columns[None, :] * w_n + k[:, None] * w_k, (columns < N)[None, :] & (k < K)[:, None], 0.0)
+        b = tl.load(
+            w + columns[None, :] * w_n + k[:, None] * w_k, (columns < N)[None, :] & (k < K)[:, None], 0.0
+        )
         if INTERPRETED:
             acc = tl.dot(widen(a), widen(b), acc, input_precision="ieee")
         else:

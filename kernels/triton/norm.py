@@ -56,15 +56,22 @@ def _forward_kernel(
         columns = lanes + c * WIDTH
         out = rows[:, None] * D + columns
         v = _load_rows(x, residual, new_residual, start + columns, out, inside & (columns < D), ADD)
-        chunks = chunks + (v,)
+        if CHUNKS == 1:
+            chunks = (v,)
         total = fold(v * v, LOG2) if c == 0 else total + fold(v * v, LOG2)
-    r = tl.sqrt_rn(tl.div_rn(total, tl.zeros((ROWS,), tl.float32) + D.to(tl.float32)) + eps)
+    r = tl.sqrt_rn(tl.div_rn(total, tl.zeros((ROWS,), tl.float32) + D) + eps)
     r = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), r)
     tl.store(rstd + rows, r, rows < M)
     for c in tl.static_range(CHUNKS):
         columns = lanes + c * WIDTH
         mask = inside & (columns < D)
-        n = widen(round_to(chunks[c] * r[:, None], x.dtype.element_ty))
+        if CHUNKS == 1:
+            v = chunks[0]
+        elif ADD:  # more than one chunk would spill: read again what this thread has just touched
+            v = widen(tl.load(new_residual + rows[:, None] * D + columns, mask, 0.0))
+        else:
+            v = widen(tl.load(x + start + columns, mask, 0.0))
+        n = widen(round_to(v * r[:, None], x.dtype.element_ty))
         z = round_to(n * widen(tl.load(weight + columns, columns < D, 0.0)), x.dtype.element_ty)
         out = rows[:, None] * D + columns
         if WRITE:
@@ -96,13 +103,17 @@ def _backward_kernel(
         n = widen(v) * r
         dweight += g * widen(round_to(n, v.dtype))
         g = g * w
-        mean = tl.div_rn(tl.sum(g * n, 1), tl.zeros((ROWS,), tl.float32) + D.to(tl.float32))
+        mean = tl.div_rn(tl.sum(g * n, 1), tl.zeros((ROWS,), tl.float32) + D)
         out = rows[:, None] * D + columns
         d = r * (g - n * mean[:, None])
         if ADD:
             d += widen(tl.load(dresidual + out, mask, 0.0))
         tl.store(dx + out, round_to(d, dx.dtype.element_ty), mask)
-    tl.store(partial + tl.program_id(0).to(tl.int64) * D + tl.arange(0, WIDTH), tl.sum(dweight, 0), tl.arange(0, WIDTH) < D)
+    tl.store(
+        partial + tl.program_id(0).to(tl.int64) * D + tl.arange(0, WIDTH),
+        tl.sum(dweight, 0),
+        tl.arange(0, WIDTH) < D,
+    )
 
 
 def _shape(x: torch.Tensor) -> tuple[int, int, int, int, int]:
@@ -125,10 +136,14 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _tile(d: int, quantise: bool) -> tuple[int, int, int]:
-    """(rows per program, width of a chunk, warps)."""
+    """(rows per program, width of a chunk, warps).
+
+    A wide row belongs to one warp: the upper levels of the tree then stay in registers. Spread over 8 warps they cross
+    shared memory with 8- to 16-way bank conflicts (measured: 0.19 ms instead of 0.04 for 8192 x 4096).
+    """
     width = min(SUM_CHUNK, max(128 if quantise else 16, triton.next_power_of_2(d)))
     rows = max(1, 2048 // width)
-    return rows, width, 8 if width * rows >= 4096 else 4
+    return rows, width, 4 if rows > 1 else 1
 
 
 def _outputs(x: torch.Tensor, add: bool, write: bool, quantise: bool) -> tuple[torch.Tensor, ...]:
@@ -169,7 +184,11 @@ def _(x, residual, weight, eps, write, quantise, ue8m0, floor):
 
 @torch.library.custom_op("precision_kernels::rms_norm_backward", mutates_args=())
 def rms_norm_backward_op(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dresidual: torch.Tensor | None
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    dresidual: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx like x, dweight fp32 [D])."""
     m, h, d, x_m, x_h = _shape(x)
@@ -223,7 +242,9 @@ def rms_norm_quantise(
     """``reference.fused.rms_norm_quantise``: (1x128 codes of the norm [M, D], rstd fp32 [M, 1])."""
     _check("rms_norm_quantise", x, weight)
     rows = _matrix(x)
-    _, _, rstd, codes, scales = rms_norm_op(rows, None, weight, eps, False, True, scale_format == "ue8m0", scale_floor)
+    _, _, rstd, codes, scales = rms_norm_op(
+        rows, None, weight, eps, False, True, scale_format == "ue8m0", scale_floor
+    )
     return Quantised(codes, scales, "1x128", scale_format), rstd
 
 
@@ -238,13 +259,24 @@ def add_rms_norm_quantise(
     """``reference.fused.add_rms_norm_quantise``: (1x128 codes of the norm, new residual [M, D], rstd fp32 [M, 1])."""
     _check("add_rms_norm_quantise", x, weight, residual)
     _, summed, rstd, codes, scales = rms_norm_op(
-        _matrix(x), _matrix(residual).contiguous(), weight, eps, False, True, scale_format == "ue8m0", scale_floor
+        _matrix(x),
+        _matrix(residual).contiguous(),
+        weight,
+        eps,
+        False,
+        True,
+        scale_format == "ue8m0",
+        scale_floor,
     )
     return Quantised(codes, scales, "1x128", scale_format), summed, rstd
 
 
 def rms_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dresidual: torch.Tensor | None = None
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    dresidual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.norm.rms_norm_backward``: (dx like x, dweight fp32 [D]).
 

@@ -3,8 +3,8 @@
 The kernels must agree bit for bit with :mod:`precision_kernels.reference` on the GPU, and under Triton's interpreter on
 a CPU. Three things make that hold:
 
-* nothing is contracted: every kernel is launched with ``enable_fp_fusion=False``, and divisions and square roots are the
-  IEEE ones (``tl.div_rn``, ``tl.sqrt_rn``);
+* nothing is contracted: every kernel is launched with ``enable_fp_fusion=False``, and divisions and square roots are
+  the IEEE ones (``tl.div_rn``, ``tl.sqrt_rn``);
 * sums are the explicit tree of ``reference.exact.lane_sum`` (:func:`fold`), so no compiler chooses an order, and
   padding a row with zeros does not change it;
 * rounding to bf16 and e4m3 is to nearest even. Triton 3.6's interpreter does not round so (``runtime/interpreter.py``,
@@ -22,7 +22,7 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 def _repair_interpreter() -> None:
-    """Let interpreted kernels loop to a runtime bound: numpy >= 2.4 refuses the int(array of one element) they rely on."""
+    """Let interpreted kernels loop to a runtime bound: numpy >= 2.4 refuses the int(one-element array) they rely on."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -36,7 +36,6 @@ def _repair_interpreter() -> None:
 
 if INTERPRETED:
     _repair_interpreter()
-
 
 
 @triton.jit
@@ -108,7 +107,7 @@ def block_scale(amax, floor, UE8M0: tl.constexpr):
 
 @triton.jit
 def divide_by_scale(v, scale, FAST: tl.constexpr):
-    """v / scale rounded as IEEE division rounds it, as far as an e4m3 code can tell; ``scale`` broadcasts against ``v``.
+    """v / scale rounded as IEEE division rounds it, as far as an e4m3 code can tell; ``scale`` broadcasts against v.
 
     ``FAST`` (16-bit inputs on a GPU) replaces the division by one reciprocal per block and a residual correction.
     That it gives the same code for every bf16 and fp16 significand and all 2^23 fp32 significands of the scale is
@@ -119,11 +118,12 @@ def divide_by_scale(v, scale, FAST: tl.constexpr):
         lift = tl.where(scale < 8.271806125530277e-25, 1099511627776.0, 1.0)
         divisor = scale * lift
         reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), divisor)
-        lifted = v * lift
-        quotient = lifted * reciprocal
+        # Both factors are negated so that the residual of a zero is +0 and a negative zero keeps its sign.
+        negated = v * -lift
+        quotient = negated * -reciprocal
         quotient = tl.minimum(quotient, 512.0, propagate_nan=tl.PropagateNan.ALL)
         quotient = tl.maximum(quotient, -512.0, propagate_nan=tl.PropagateNan.ALL)
-        return tl.fma(tl.fma(-divisor, quotient, lifted), reciprocal, quotient)
+        return tl.fma(tl.fma(divisor, quotient, negated), -reciprocal, quotient)
     return tl.div_rn(v, tl.broadcast_to(scale, v.shape))
 
 
@@ -133,7 +133,7 @@ def fold(v, LOG2: tl.constexpr):
 
     Each level sums an axis of two, which has only one result (IEEE addition commutes), whatever lanes hold the pair.
     """
-    for level in tl.static_range(LOG2):
+    for _ in tl.static_range(LOG2):
         v = tl.sum(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), 1)
     return tl.reshape(v, (v.shape[0],))
 

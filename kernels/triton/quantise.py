@@ -1,4 +1,4 @@
-"""The quantisers of :mod:`precision_kernels.reference.quantise` as Triton kernels: same codes, same scales, bit for bit.
+"""The quantisers of :mod:`precision_kernels.reference.quantise` as Triton kernels: the same bits.
 
 Each kernel reads its input once. What differs from the reference is layout only, and every layout is a strided view of
 the same shape:
@@ -17,7 +17,13 @@ import triton.language as tl
 
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
 from precision_kernels.reference.quantise import _check
-from precision_kernels.triton.numerics import block_scale, divide_by_scale, encode_e4m3, finite_magnitude, widen
+from precision_kernels.triton.numerics import (
+    block_scale,
+    divide_by_scale,
+    encode_e4m3,
+    finite_magnitude,
+    widen,
+)
 
 _ROWS, _BLOCKS = 32, 2
 """Tile of the 1x128 kernel: 32 x 256 elements, 64 per thread, measured in benchmarks/kernels.py."""
@@ -66,12 +72,16 @@ def _tile_kernel(
         scale = block_scale(tl.max(magnitude, 1), floor, UE8M0)
         code = encode_e4m3(divide_by_scale(v, scale[:, None], FAST))
         tl.store(row_codes + rows[:, None] * K + columns[None, :], code, mask)
-        tl.store(row_scales + rows * row_scale_m + tl.program_id(1).to(tl.int64) * row_scale_b, scale, rows < M)
+        tl.store(
+            row_scales + rows * row_scale_m + tl.program_id(1).to(tl.int64) * row_scale_b, scale, rows < M
+        )
     if COLUMN:
         scale = block_scale(tl.max(magnitude, 0), floor, UE8M0)
         code = encode_e4m3(divide_by_scale(v, scale[None, :], FAST))
         # Rows beyond M are zero codes: the storage is whole blocks of 128.
-        tl.store(column_codes + rows[:, None] * code_m + columns[None, :] * code_k, code, (columns < K)[None, :])
+        tl.store(
+            column_codes + rows[:, None] * code_m + columns[None, :] * code_k, code, (columns < K)[None, :]
+        )
         tl.store(column_scales + tl.program_id(0).to(tl.int64) * K + columns, scale, columns < K)
 
 
@@ -84,14 +94,15 @@ def _weight_kernel(
     columns = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
     mask = (rows < N)[:, None] & (columns < K)[None, :]
     v = widen(tl.load(w + rows[:, None] * w_n + columns[None, :] * w_k, mask, 0.0))
-    amax = tl.max(tl.max(finite_magnitude(v), 1, keep_dims=True), 0, keep_dims=True)
+    # The scale is held once per column: as a [1, 1] block, Triton 3.6 left a quarter of codes_t unwritten.
+    amax = tl.zeros((128,), tl.float32) + tl.max(tl.max(finite_magnitude(v), 0), 0)
     scale = block_scale(amax, floor, UE8M0)
-    code = encode_e4m3(divide_by_scale(v, scale, FAST))
+    code = encode_e4m3(divide_by_scale(v, scale[None, :], FAST))
     tl.store(codes + rows[:, None] * K + columns[None, :], code, mask)
     if TRANSPOSE:
         tl.store(codes_t + rows[:, None] * code_n + columns[None, :] * code_k, code, (columns < K)[None, :])
     pointer = scales + tl.program_id(0).to(tl.int64) * tl.cdiv(K, 128) + tl.program_id(1)
-    tl.store(pointer + tl.zeros((1, 1), tl.int32), scale)
+    tl.store(pointer, tl.max(scale, 0))
 
 
 def _is_fast(x: torch.Tensor) -> bool:
@@ -153,7 +164,7 @@ def quantise_both_op(
     if m and k:
         _tile_kernel[(triton.cdiv(m, BLOCK), triton.cdiv(k, BLOCK))](
             x, row_codes, row_scales, codes, scales, m, k, *x.stride(), *row_scales.stride(), *codes.stride(), floor,
-            UE8M0=ue8m0, FAST=_is_fast(x), ROW=True, COLUMN=True, WIDTH=BLOCK, num_warps=8, enable_fp_fusion=False,
+            UE8M0=ue8m0, FAST=_is_fast(x), ROW=True, COLUMN=True, WIDTH=BLOCK, num_warps=16, enable_fp_fusion=False,
         )  # fmt: skip
     return row_codes, row_scales, codes, scales
 
@@ -162,7 +173,11 @@ def quantise_both_op(
 def _(x, ue8m0, floor):
     m, k = x.shape
     rows = torch.empty(m, k, dtype=FP8, device=x.device), aligned_scales(m, blocks(k), x.device)
-    return *rows, transposed_codes(m, k, x.device), torch.empty(blocks(m), k, dtype=torch.float32, device=x.device)
+    return (
+        *rows,
+        transposed_codes(m, k, x.device),
+        torch.empty(blocks(m), k, dtype=torch.float32, device=x.device),
+    )
 
 
 @torch.library.custom_op("precision_kernels::quantise_weight", mutates_args=())
@@ -177,7 +192,7 @@ def quantise_weight_op(
     if n and k:
         _weight_kernel[(triton.cdiv(n, BLOCK), triton.cdiv(k, BLOCK))](
             w, codes, codes_t, scales, n, k, *w.stride(), *codes_t.stride(), floor,
-            UE8M0=ue8m0, FAST=_is_fast(w), TRANSPOSE=transpose, num_warps=8, enable_fp_fusion=False,
+            UE8M0=ue8m0, FAST=_is_fast(w), TRANSPOSE=transpose, num_warps=16, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales, codes_t
 

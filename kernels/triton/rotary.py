@@ -13,7 +13,9 @@ _TOKENS = 4
 
 
 @triton.jit
-def _rotate(x, out, tokens, head, cos, sin, mask, T, x_t, x_h, out_t, D, HALF, PAIRS: tl.constexpr, REST: tl.constexpr):
+def _rotate(
+    x, out, tokens, head, cos, sin, mask, T, x_t, x_h, out_t, D, HALF, PAIRS: tl.constexpr, REST: tl.constexpr
+):
     pairs = tl.arange(0, PAIRS)[None, :]
     source = x + tokens[:, None] * x_t + head * x_h
     target = out + tokens[:, None] * out_t + head * D
@@ -65,7 +67,9 @@ def rotary_op(
 
 @rotary_op.register_fake
 def _(q, k, positions, cos_sin, sign):
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(
+        k.shape, dtype=k.dtype, device=k.device
+    )
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
