@@ -14,14 +14,16 @@ from .loading import available, is_path, load_policy, parse_yaml
 from .plan import ModulePlan, Plan
 from .policy import PrecisionPolicy
 
-ModelPath = Callable[[str], Any]
+Resolver = Callable[[str], Any]
 
 
-def add_policy_parser(subparsers: Any, model_path: ModelPath = Path) -> argparse.ArgumentParser:
+def add_policy_parser(
+    subparsers: Any, model_path: Resolver = Path, config_path: Resolver = str
+) -> argparse.ArgumentParser:
     """Mounts `policy` and its commands on an argparse subparsers object; each sets `run(args) -> exit status`.
 
-    model_path turns what a user gives as --model into a directory or a config.json (rllib_llm passes its resolver,
-    which knows shipped models). Commands raise PolicyError for bad input.
+    model_path turns what a user gives as --model into a directory or a config.json; config_path turns the name of
+    a shipped training config into its file (rllib_llm passes both). Commands raise PolicyError for bad input.
     """
     parser = subparsers.add_parser(
         "policy", help="precision policies: list, show, diff, check, plan, graph, schema"
@@ -52,7 +54,7 @@ def add_policy_parser(subparsers: Any, model_path: ModelPath = Path) -> argparse
     graph.add_argument("--layer", type=int, help="decoder layer to show (default: the most common kind)")
     schema = _command(commands, "schema", _schema, "JSON Schema of policy files, for editors")
     schema.add_argument("-o", "--output", help="file to write (default: standard output)")
-    parser.set_defaults(model_path=model_path)
+    parser.set_defaults(model_path=model_path, config_path=config_path)
     return parser
 
 
@@ -95,7 +97,8 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    policy, model = _policy_of(args.config)
+    known = is_path(args.config) or args.config in available()
+    policy, model = _policy_of(args.config if known else str(args.config_path(args.config)))
     print(f"policy {policy.name}: well-formed, fingerprint {policy.fingerprint}")
     reasons = policy.off_policy_reasons
     print("on-policy: yes, by construction" if not reasons else f"on-policy: no ({'; '.join(reasons)})")
@@ -206,7 +209,7 @@ def _schema(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model_config(source: str, model_path: ModelPath) -> dict[str, Any]:
+def _model_config(source: str, model_path: Resolver) -> dict[str, Any]:
     path = Path(model_path(source))
     path = path / "config.json" if path.is_dir() else path
     try:

@@ -25,6 +25,9 @@ class _Missing:
     def __repr__(self) -> str:
         return "<missing>"
 
+    def __reduce__(self) -> str:  # stays the one object when an error crosses process boundaries
+        return "MISSING"
+
 
 MISSING = _Missing()
 

@@ -137,6 +137,14 @@ def test_a_resolver_for_model_names_is_used(model: Path, capsys: pytest.CaptureF
         run("plan", "bf16", "--model", "other", model_path=Path)
 
 
+def test_a_resolver_for_config_names_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check quickstart` reads the shipped training config; names of policies are not sent through the resolver."""
+    (tmp_path / "quickstart.yaml").write_text("precision: mixed-bf16-fp8\n")
+    assert run("check", "quickstart", config_path=lambda name: tmp_path / f"{name}.yaml") == 0
+    assert "policy mixed-bf16-fp8" in capsys.readouterr().out
+    assert run("check", "bf16", config_path=lambda name: 1 / 0) == 0
+
+
 @pytest.mark.parametrize("command", ["list", "show", "diff", "check", "plan", "graph", "schema"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--help of each command says more than its usage line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -186,6 +187,15 @@ def test_keys_in_a_section_are_suggested_from_that_section() -> None:
     found = violations({"linear": {"dgard": "fp8"}})
     assert "did you mean 'dgrad'?" in found["linear.dgard"].problem
     assert "train_forward" in found["linear.dgard"].remedy
+
+
+def test_policy_errors_survive_a_process_boundary() -> None:
+    """A PolicyError with missing and malformed keys reads the same after pickling, as Ray does it."""
+    with pytest.raises(PolicyError) as caught:
+        load_policy({"name": "alone", "ragged": "crop"})
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+    assert [v.key for v in again.violations] == [v.key for v in caught.value.violations]
 
 
 def test_a_policy_without_a_parent_must_be_complete() -> None:
