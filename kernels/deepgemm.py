@@ -45,13 +45,15 @@ def _load() -> ModuleType:
         except (ImportError, AttributeError, AssertionError) as error:
             failures.append(f"{name}: {error}")
     raise ImportError(
-        f"DeepGEMM is needed for FP8 GEMMs on CUDA ({'; '.join(failures)}). Install deep_gemm or vllm, with nvcc on the PATH; "
-        "or bind the slower Triton GEMMs with precision_kernels.triton.bind_matmuls()"
+        f"DeepGEMM is needed for FP8 GEMMs on CUDA ({'; '.join(failures)}). Install deep_gemm or vllm, with nvcc on the "
+        "PATH; or bind the slower Triton GEMMs with precision_kernels.triton.bind_matmuls()"
     )
 
 
 if os.environ.get("DG_JIT_USE_NVRTC") == "1":
-    raise ImportError("DG_JIT_USE_NVRTC=1 makes DeepGEMM fail to find cuda/std headers; unset it, nvcc is used then")
+    raise ImportError(
+        "DG_JIT_USE_NVRTC=1 makes DeepGEMM fail to find cuda/std headers; unset it, nvcc is used then"
+    )
 deep_gemm = _load()
 
 
@@ -61,9 +63,7 @@ def accepts(outputs: int, contraction: int) -> bool:
 
 
 @torch.library.custom_op("precision_kernels::deepgemm_fp8", mutates_args=())
-def _fp8_op(
-    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor
-) -> torch.Tensor:
+def _fp8_op(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> torch.Tensor:
     """bf16 a [M, K] @ b [N, K].T; a's scales [M, K/128] in the TMA layout, b's [N/128, K/128] or its transpose."""
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
     deep_gemm.fp8_gemm_nt((a, a_scales), (b, b_scales), out, disable_ue8m0_cast=True)
@@ -116,7 +116,7 @@ def _row_scales(weight: Quantised, transposed: bool) -> torch.Tensor:
 
 
 def _transposed_codes(weight: Quantised) -> torch.Tensor:
-    """The weight's codes as [K, N] with contiguous rows; `triton.quantise_weight` makes them, others are copied once."""
+    """The weight's codes as [K, N], rows contiguous; `triton.quantise_weight` makes them, others are copied once."""
     if "transposed" not in weight.operands:
         weight.operands["transposed"] = weight.codes.t().contiguous().t()
     return weight.operands["transposed"].t()

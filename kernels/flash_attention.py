@@ -1,4 +1,4 @@
-"""FlashAttention-3 forward and PyTorch's flash backward behind :mod:`precision_kernels.reference.attention`'s signatures.
+"""FlashAttention-3 forward and PyTorch's flash backward with the signatures of `precision_kernels.reference.attention`.
 
 FA3 is ``flash_attn_interface`` (upstream) if installed, else the forward-only copy inside vLLM. ``num_splits=1``: keys
 are summed in one order, so a query row depends on its own keys only; measured bit-equal between packed training
@@ -37,7 +37,9 @@ def _load() -> tuple[str, Callable]:
         failures.append(f"vllm.vllm_flash_attn: {bundled.FA3_UNAVAILABLE_REASON}")
     except ImportError as error:
         failures.append(f"vllm.vllm_flash_attn: {error}")
-    raise ImportError(f"FlashAttention-3 is needed for attention on CUDA ({'; '.join(failures)}). Install vllm or flash_attn_3")
+    raise ImportError(
+        f"FlashAttention-3 is needed for attention on CUDA ({'; '.join(failures)}). Install vllm or flash_attn_3"
+    )
 
 
 _version, _varlen = _load()
@@ -87,7 +89,10 @@ def _backward_op(
     """(dq, dk, dv); K and V heads are repeated for the kernel and their gradients summed per group in fp32."""
     group = q.shape[1] // k.shape[1]
     # The kernel adds dq of different key blocks with atomics unless told otherwise; a run must repeat exactly.
-    previous, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    previous, warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True)
     try:
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -119,7 +124,7 @@ class PagedCache:
     max_len: int
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy cache rows ``source`` [n] over rows ``target`` [n]: forks a prompt's prefix to the n samples of a group."""
+        """Copy cache rows ``source`` [n] over ``target`` [n]: forks a prompt's prefix to the n samples of a group."""
         for tensor in (self.k, self.v):
             tensor[target] = tensor[source]
 
@@ -141,7 +146,12 @@ class PagedCache:
 
 
 def allocate_kv_cache(
-    rows: int, max_len: int, kv_heads: int, head_dim: int, storage: torch.dtype, device: torch.device | str = "cuda"
+    rows: int,
+    max_len: int,
+    kv_heads: int,
+    head_dim: int,
+    storage: torch.dtype,
+    device: torch.device | str = "cuda",
 ) -> PagedCache:
     """An empty cache for `attention` on CUDA; ``storage`` must be the compute dtype (bfloat16 or float16)."""
     if storage not in (torch.bfloat16, torch.float16):
@@ -177,16 +187,28 @@ def _pages(layout: AttentionLayout, cache: PagedCache) -> torch.Tensor:
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout, cache) -> None:
     problems = []
-    if q.dim() != 3 or k.dim() != 3 or v.shape[:2] != k.shape[:2] or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
+    if (
+        q.dim() != 3
+        or k.dim() != 3
+        or v.shape[:2] != k.shape[:2]
+        or q.shape[-1] != k.shape[-1]
+        or q.shape[1] % k.shape[1]
+    ):
         problems.append(
             "q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] with H a multiple of Hkv are needed, "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
     if q.dtype not in (torch.bfloat16, torch.float16) or {k.dtype, v.dtype} != {q.dtype}:
-        problems.append(f"q, k and v must all be bfloat16 or all float16, got {q.dtype}, {k.dtype}, {v.dtype}")
+        problems.append(
+            f"q, k and v must all be bfloat16 or all float16, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if cache is not None and not isinstance(cache, PagedCache):
         problems.append(f"the cache must come from allocate_kv_cache on CUDA, got {type(cache).__name__}")
-    if cache is None and layout.cached is not None and _facts(layout)["longest"] != _facts(layout)["longest_k"]:
+    if (
+        cache is None
+        and layout.cached is not None
+        and _facts(layout)["longest"] != _facts(layout)["longest_k"]
+    ):
         problems.append("layout.cached says that keys are in a cache, but no cache was given")
     if problems:
         raise ValueError("attention: " + "; ".join(problems))
@@ -210,7 +232,14 @@ def attention(
         cache.append(k, v, layout)
         pages = _pages(layout, cache)
         o, lse = _cached_op(
-            q, *cache.paged(), facts["cu_seqlens"], facts["longest"], facts["keys"], facts["longest_k"], pages, scale
+            q,
+            *cache.paged(),
+            facts["cu_seqlens"],
+            facts["longest"],
+            facts["keys"],
+            facts["longest_k"],
+            pages,
+            scale,
         )
     return o, lse.t()
 
@@ -237,7 +266,9 @@ def implementations() -> dict[str, Implementation]:
     backward = f"torch-{torch.__version__}"
     return {
         "attention": Implementation("flash_attention_3.attention", _version, attention),
-        "allocate_kv_cache": Implementation("flash_attention_3.allocate_kv_cache", _version, allocate_kv_cache),
+        "allocate_kv_cache": Implementation(
+            "flash_attention_3.allocate_kv_cache", _version, allocate_kv_cache
+        ),
         "attention_backward": Implementation("torch_flash.attention_backward", backward, attention_backward),
     }
 
