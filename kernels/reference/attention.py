@@ -2,9 +2,9 @@
 
 For a query row of head h at position t, keys j = 0..t (g = h // (H / Hkv)), D = head_dim::
 
-    s_j = fp32(q . k_j) * scale         exact dot product of 23-bit-aligned operands (`exact.align`, blocks
-    of 128 over D) m   = max s_j;   p_j = exp(s_j - m) (`exact.exp`, fp32);   l = lane_sum(p_j)
-    o   = sum_j p_j v_j / l             fp64, one rounding to fp32 and the compute dtype at the end
+    s_j = fp32(q . k_j) * scale            exact dot product of 23-bit-aligned operands, blocks of 128 over D
+    m   = max s_j;  p_j = exp(s_j - m);  l = lane_sum(p_j)                     fp32, `exact.exp`, `exact.lane_sum`
+    o   = sum_j p_j v_j / l                fp64, rounded to fp32 and the compute dtype at the end
 
 The sum over j is exact within blocks of 128 absolute positions: v_j is aligned to its own 23-bit grid and
 split as v_j = 2^e_j * u_j with |u_j| <= 1; p_j 2^e_j of one block is rounded to 2^-23 of its largest. Blocks
@@ -176,8 +176,9 @@ def _attend(
     hidden: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp64 q [n, Hkv, R, D], k [n, Hkv, S, D], u [n, Hkv, S, Dv], e [n, Hkv, S] -> (o fp32 [n, Hkv, R, Dv],
-    lse [n, Hkv, R]).
+    """q [n, Hkv, R, D], k [n, Hkv, S, D], u [n, Hkv, S, Dv], e [n, Hkv, S] -> (o [n, Hkv, R, Dv], lse [n, Hkv, R]).
+
+    q is fp64, k and u hold their fp64 values in any dtype, results are fp32.
     """
     scores = _product(q[..., :BLOCK], k[..., :BLOCK], transpose=True)
     for start in range(BLOCK, q.shape[-1], BLOCK):

@@ -2,20 +2,21 @@
 
 Forward, for a row x of D elements in the compute dtype c (everything else fp32, separate roundings, no FMA)::
 
-    v    = fp32(x)                                     plain
-    v    = fp32(round_c(fp32(x) + fp32(residual)))     add: the ROUNDED sum is stored as the new residual
-    and normalised ms   = lane_sum(v * v) / D                         (`exact.lane_sum`: chunks of 4096 fold
-    by halves) rstd = 1 / sqrt(ms + eps)                          IEEE square root, then IEEE division
+    v    = fp32(x)                                            plain
+    v    = fp32(round_c(fp32(x) + fp32(residual)))            add: the ROUNDED sum is the new residual and normalised
+    ms   = lane_sum(v * v) / D                                `exact.lane_sum`: chunks of 4096 fold by halves
+    rstd = 1 / sqrt(ms + eps)                                 IEEE square root, then IEEE division
     y    = round_c(fp32(round_c(v * rstd)) * fp32(weight))
 
 The rounding before the weight is Hugging Face's LlamaRMSNorm. Normalising the rounded sum (vLLM's native code
 normalises the unrounded one) lets the residual stream be the only state: recomputing from it gives the same
-bits. A row's bits depend on that row alone; the measured reason why that matters is in docs/kernels.md.
+bits. A row's bits depend on that row alone: vLLM 0.26's CUDA norm gives other bits for 256 rows than for 128 at
+hidden 4096, which left 41 % of FP8 log-probs unequal (one H200; 0 % with a norm of this kind).
 
 Backward (fp32, deterministic, not row-invariant in dweight), roundings passed straight through::
 
-    n = v * rstd;  g = dy * weight;  dx = rstd * (g - n * mean(g * n));  dweight = sum over rows of dy *
-    round_c(n)
+    n = v * rstd;  g = dy * weight
+    dx = rstd * (g - n * mean(g * n));  dweight = sum over rows of dy * round_c(n)
 """
 
 from __future__ import annotations

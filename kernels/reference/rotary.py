@@ -1,10 +1,9 @@
 """Rotary position embedding in the "neox" (Hugging Face) layout: element i pairs with element i + R/2.
 
 The table holds cos and sin ROUNDED to the compute dtype; the rotation is fp32 with one rounding at the end
-(vLLM's rule, measured in facts/vllm.md 3b)::
+(as vLLM's rotary_embedding does), products rounded to fp32, no FMA::
 
-    y1 = round_c(x1 * cos - x2 * sin);   y2 = round_c(x2 * cos + x1 * sin)       products rounded to fp32,
-    no FMA
+    y1 = round_c(x1 * cos - x2 * sin);   y2 = round_c(x2 * cos + x1 * sin)
 
 Angles are fp32(position) * inv_freq, rounded to fp32, as in Hugging Face. sin and cos are polynomials in fp64 made
 of IEEE operations, so a table's bits depend neither on its length nor on a library or device.
