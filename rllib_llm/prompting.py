@@ -67,12 +67,14 @@ class PromptEncoder:
             user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": _PLACEHOLDER}
             before = self._render([user, answer], add_generation_prompt=False)
             after = self._render([user, answer, user | {"content": _PLACEHOLDER}], add_generation_prompt=True)
-            if not after.startswith(before) or before.count(_PLACEHOLDER) != 1:
+            appended = after.removeprefix(before) if after.startswith(before) else ""
+            if before.count(_PLACEHOLDER) != 1 or appended.count(_PLACEHOLDER) != 1:
                 raise ValueError(
-                    "the tokenizer's chat template rewrites earlier turns when one is added, so a conversation cannot be "
-                    "continued token by token. Use a template that only appends, or prompts with text instead of messages."
+                    "the tokenizer's chat template rewrites earlier turns when one is added, so a conversation "
+                    "cannot be continued token by token. Use a template that only appends, or prompts with text "
+                    "instead of messages."
                 )
-            self._chat_turn = (before.partition(_PLACEHOLDER)[2], after[len(before) :])
+            self._chat_turn = (before.partition(_PLACEHOLDER)[2], appended)
         return self._chat_turn
 
     def _render(self, messages: list[dict[str, str]], **kwargs: Any) -> str:

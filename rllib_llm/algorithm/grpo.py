@@ -260,6 +260,8 @@ class GRPO(Durable, Algorithm):
         filled = super().get_auto_filled_metrics(*args, **kwargs)
         policy = self.settings.policy
         filled |= {"precision_policy": policy.name, "precision_fingerprint": policy.fingerprint}
+        if "iterations_since_restore" not in filled:  # debug_metrics_only: Tune asks this of a trial that failed
+            return filled
         return filled | report(self, self.last_episodes, first=filled["iterations_since_restore"] == 1)
 
 
