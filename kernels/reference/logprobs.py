@@ -5,8 +5,8 @@ For a row of logits l [V] (fp32) and temperature T::
     z = l / T (true division);  m = max z;  e = exp(z - m);  s = lane_sum(e)          (`exact`)
     log_softmax = (z - m) - log s;   entropy = log s - lane_sum(e * (z - m)) / s
 
--inf logits (tokens removed by top-k/top-p) have probability 0 and count 0 in the entropy. Rows are handled in chunks, so only the
-logits themselves are [T, V]-sized.
+-inf logits (tokens removed by top-k/top-p) have probability 0 and count 0 in the entropy. Rows are handled in
+chunks, so only the logits themselves are [T, V]-sized.
 """
 
 from __future__ import annotations

@@ -148,6 +148,10 @@ def invariant_matmul(
         raise ValueError(
             f"invariant_matmul: x [M, K] and w [N, K] are needed, got {tuple(x.shape)} and {tuple(w.shape)}"
         )
+    if x.dtype == torch.float64:
+        raise ValueError(
+            "invariant_matmul: x must be float32, bfloat16 or float16, got float64 (23 bits would be kept)"
+        )
     aligned = w.aligned if isinstance(w, AlignedWeight) else align(w)
     out = torch.empty(x.shape[0], w.shape[0], dtype=out_dtype or x.dtype, device=x.device)
     for rows in _row_tiles(*out.shape):

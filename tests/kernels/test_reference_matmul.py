@@ -187,5 +187,7 @@ def test_mismatched_operands_are_named() -> None:
         reference.block_fp8_matmul(w, w)
     with pytest.raises(ValueError, match=r"a columns \(64\) and b columns \(128\)"):
         reference.block_fp8_matmul(a, w)
+    with pytest.raises(ValueError, match="got float64"):
+        reference.invariant_matmul(normal(2, 64).double(), normal(3, 64))
     with pytest.raises(ValueError, match=r"\(2, 64\) and \(3, 128\)"):
         reference.invariant_matmul(normal(2, 64), normal(3, 128))
