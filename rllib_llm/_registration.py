@@ -29,7 +29,7 @@ def announce() -> None:
 
 
 def _add_entry(registry: ModuleType) -> None:
-    registry.ALGORITHMS.setdefault(TRAINABLE_NAME, _import_grpo)  # type: ignore[attr-defined]
+    registry.ALGORITHMS.setdefault(TRAINABLE_NAME, _import_grpo)
 
 
 def _import_grpo() -> tuple[type, Any]:

@@ -72,7 +72,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     def __init__(self, *, config: Any, **kwargs: Any):
         super().__init__(config=config, **kwargs)
-        self.worker_index = self.worker_index or 0
+        self.worker_index: int = kwargs.get("worker_index") or 0
         self.construction_error: str | None = None
         self._callbacks = [cls() for cls in force_list(self.config.callbacks_class)]
         self._next_index = 0
@@ -238,21 +238,23 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     def _log(self, episodes: list[TextEpisode], stats: RolloutStats) -> None:
         m, n = self.metrics, len(episodes)
-        for name, value in (
-            (NUM_ENV_STEPS_SAMPLED, n),
-            (NUM_EPISODES, n),
-            ((NUM_AGENT_STEPS_SAMPLED, DEFAULT_AGENT_ID), n),
-            (names.NUM_TOKENS_SAMPLED, stats.tokens),
-            (names.NUM_REWARD_ERRORS, stats.errors),
-        ):
-            m.log_value(name, value, reduce="sum")
-        for name, value in (
-            (NUM_ENV_STEPS_SAMPLED_LIFETIME, n),
-            ((NUM_AGENT_STEPS_SAMPLED_LIFETIME, DEFAULT_AGENT_ID), n),
-            (NUM_EPISODES_LIFETIME, n),
-            (names.NUM_REWARD_ERRORS_LIFETIME, stats.errors),
-        ):
-            m.log_value(name, value, reduce="lifetime_sum")
+        counts: dict[Any, float] = {
+            NUM_ENV_STEPS_SAMPLED: n,
+            NUM_EPISODES: n,
+            (NUM_AGENT_STEPS_SAMPLED, DEFAULT_AGENT_ID): n,
+            names.NUM_TOKENS_SAMPLED: stats.tokens,
+            names.NUM_REWARD_ERRORS: stats.errors,
+        }
+        lifetime: dict[Any, float] = {
+            NUM_ENV_STEPS_SAMPLED_LIFETIME: n,
+            (NUM_AGENT_STEPS_SAMPLED_LIFETIME, DEFAULT_AGENT_ID): n,
+            NUM_EPISODES_LIFETIME: n,
+            names.NUM_REWARD_ERRORS_LIFETIME: stats.errors,
+        }
+        for key, value in counts.items():
+            m.log_value(key, value, reduce="sum")
+        for key, value in lifetime.items():
+            m.log_value(key, value, reduce="lifetime_sum")
         for e in episodes:
             for name, value in _episode_metrics(e).items():
                 m.log_value(name, value, reduce="mean")

@@ -13,10 +13,14 @@ class GuardSpec(Protocol):
     """What `policy.guard` offers. tolerance: largest value of the metric; for bit_equal_share the largest
     share of tokens that may *differ*."""
 
-    metric: str
-    tolerance: float
-    action: str
-    patience: int
+    @property
+    def metric(self) -> str: ...
+    @property
+    def tolerance(self) -> float: ...
+    @property
+    def action(self) -> str: ...
+    @property
+    def patience(self) -> int: ...
 
 
 @dataclass(frozen=True)

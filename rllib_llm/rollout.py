@@ -64,7 +64,12 @@ class Conversation:
     def context(self) -> list[int]:
         return self.prompt_ids + self.completion_ids
 
-    def append(self, token_ids: Sequence[int], logprobs: Sequence[float], written_by_model: bool) -> None:
+    def append(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        logprobs: Sequence[float] | np.ndarray,
+        written_by_model: bool,
+    ) -> None:
         self.completion_ids.extend(int(t) for t in token_ids)
         self.logprobs.extend(float(x) for x in logprobs)
         self.loss_mask.extend([written_by_model] * len(token_ids))
@@ -72,6 +77,7 @@ class Conversation:
     @cached_property
     def episode(self) -> TextEpisode:
         """The finished episode; read it only when `done`."""
+        assert self.version is not None, "an episode is read before its first answer"
         return TextEpisode(
             prompt_ids=np.asarray(self.prompt_ids, np.int64),
             completion_ids=np.asarray(self.completion_ids, np.int64),

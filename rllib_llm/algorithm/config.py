@@ -212,14 +212,16 @@ class GRPOConfig(AlgorithmConfig):
 
         Raises ValueError listing every unknown key and ill-typed value, PolicyError for a bad policy.
         """
-        parsed, violations = [], []
+        parsed: list[Any] = []
+        violations: list[str] = []
         for group, cls in GROUPS.items():
             value, found = parse(cls, getattr(self, group), group)
             parsed.append(value)
             violations += found
         if violations:
             raise ValueError("\n".join(violations))
-        return Settings(*parsed, policy=load_policy(parsed[0].policy))
+        precision, model, rollout, grpo = parsed
+        return Settings(precision, model, rollout, grpo, load_policy(precision.policy))
 
     @property
     def num_samples_per_iteration(self) -> int:

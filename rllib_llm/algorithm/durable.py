@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
+
+from ray.rllib.algorithms.algorithm import Algorithm
 
 from rllib_llm.algorithm.checkpoint import (
     CheckpointError,
@@ -17,12 +18,11 @@ from rllib_llm.algorithm.fleet import call_runners, runner_ids
 
 __all__ = ["Durable"]
 
-logger = logging.getLogger(__name__)
 _STATE_KEY = "rllib_llm"
 
 
-class Durable:
-    """Mixin of `GRPO`, before Algorithm in the bases."""
+class Durable(Algorithm):
+    """Base of `GRPO`; a file of its own because saving and restoring is a subject of its own."""
 
     env_state: dict[str, Any] | None = None
     """the environments' state as last saved or restored; restarted runners get it"""

@@ -39,7 +39,7 @@ __all__ = ["GRPO"]
 logger = logging.getLogger(__name__)
 
 
-class GRPO(Durable, Algorithm):
+class GRPO(Durable):
     """Group-relative policy optimisation (arXiv 2402.03300) and its relatives, by `GRPOConfig.training(loss=...)`.
 
     One iteration: sample groups of completions with known weights, turn rewards into advantages, shard by
@@ -260,7 +260,9 @@ class GRPO(Durable, Algorithm):
         filled = super().get_auto_filled_metrics(*args, **kwargs)
         policy = self.settings.policy
         filled |= {"precision_policy": policy.name, "precision_fingerprint": policy.fingerprint}
-        if "iterations_since_restore" not in filled:  # debug_metrics_only: Tune asks this of a trial that failed
+        if (
+            "iterations_since_restore" not in filled
+        ):  # debug_metrics_only: Tune asks this of a trial that failed
             return filled
         return filled | report(self, self.last_episodes, first=filled["iterations_since_restore"] == 1)
 

@@ -28,4 +28,5 @@ def preflight(config: GRPOConfig) -> None:
         raise EngineUnavailableError(missing)
     factory = make_env(config.env, dict(config.env_config), split="train", seed=config.seed or 0)
     prompt = factory().reset(0)
+    assert settings.model.path is not None, "validate() requires a path"
     PromptEncoder(load_tokenizer(resolve_model_path(settings.model.path))).encode(prompt)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from precision_policies import PolicyError, load_policy
 from rllib_llm.algorithm.settings import GROUPS, closest, parse
 
 if TYPE_CHECKING:
     from rllib_llm.algorithm.config import GRPOConfig
+    from rllib_llm.algorithm.settings import GRPOSettings, ModelSettings, PrecisionSettings, RolloutSettings
 
 __all__ = ["config_violations"]
 
@@ -41,7 +42,7 @@ def config_violations(config: GRPOConfig) -> list[str]:
             violations.append(
                 f"{shown} = {config.__dict__[name]!r} has no effect in {type(config).__name__}; use {instead}."
             )
-    parsed = {}
+    parsed: dict[str, Any] = {}
     for group, cls in GROUPS.items():
         parsed[group], found = parse(cls, getattr(config, group), group)
         violations += found
@@ -65,7 +66,7 @@ def _unknown_attributes(config: GRPOConfig) -> list[str]:
     ]
 
 
-def _model(llm) -> list[str]:
+def _model(llm: ModelSettings) -> list[str]:
     if llm.path is None:
         return [
             "llm.path is not set: choose a model with .model('tiny-chain') or .model('/path/to/hf_model')."
@@ -84,7 +85,7 @@ def _model(llm) -> list[str]:
     return violations
 
 
-def _rollout(rollout) -> list[str]:
+def _rollout(rollout: RolloutSettings) -> list[str]:
     v = []
     for key in (
         "group_size",
@@ -125,7 +126,7 @@ def _rollout(rollout) -> list[str]:
     return v
 
 
-def _training(config: GRPOConfig, grpo, rollout) -> list[str]:
+def _training(config: GRPOConfig, grpo: GRPOSettings, rollout: RolloutSettings) -> list[str]:
     from rllib_llm.algorithm.losses import loss_violations
 
     v = loss_violations(grpo, rollout)
@@ -172,7 +173,7 @@ def _training(config: GRPOConfig, grpo, rollout) -> list[str]:
     return v
 
 
-def _precision(precision, rollout) -> list[str]:
+def _precision(precision: PrecisionSettings, rollout: RolloutSettings) -> list[str]:
     try:
         policy = load_policy(precision.policy)
     except (PolicyError, OSError) as error:

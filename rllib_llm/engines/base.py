@@ -119,6 +119,9 @@ class Completion:
 class RolloutEngine(ABC):
     """Generates completions with weights of a known version. One caller at a time."""
 
+    max_model_len: int
+    """Context in tokens: prompt, answers and observations of one sequence together."""
+
     @property
     @abstractmethod
     def weights_version(self) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
-import numpy as np
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
@@ -17,24 +17,26 @@ from rllib_llm.models.batch import PackedBatch
 
 __all__ = ["MicroBatch", "Shard", "cut_by_tokens"]
 
+Array = Any  # np.ndarray when a shard is sent, torch.Tensor after RLlib's Learner received it
+
 
 @dataclass(frozen=True)
 class Shard:
-    """S sequences of T tokens in all; every array is numpy when sent and torch after it arrived."""
+    """S sequences of T tokens in all; all arrays are flat."""
 
-    lengths: np.ndarray
+    lengths: Array
     """int64 [S], tokens of each sequence (prompt and completion). The first column: RLlib counts rows by it"""
-    sequence_index: np.ndarray
+    sequence_index: Array
     """int64 [S], position of the sequence in the iteration's list of episodes"""
-    advantages: np.ndarray
+    advantages: Array
     """float32 [S]"""
-    minibatch: np.ndarray
+    minibatch: Array
     """int64 [S, epochs], the optimiser step of each epoch that trains the sequence"""
-    token_ids: np.ndarray
+    token_ids: Array
     """int64 [T]"""
-    trained: np.ndarray
+    trained: Array
     """bool [T], tokens the model wrote"""
-    rollout_logprobs: np.ndarray
+    rollout_logprobs: Array
     """float32 [T], 0 where not trained"""
 
     def to_batch(self) -> MultiAgentBatch:

@@ -32,7 +32,7 @@ __all__ = ["LLMTorchLearner"]
 _OWN_STATE = "rllib_llm"
 
 
-class LLMTorchLearner(WeightSource, TorchLearner):
+class LLMTorchLearner(WeightSource):
     """Policy-gradient updates on packed micro-batches.
 
     The gradient of an optimiser step is sum(loss terms of all learners' tokens) / count(all learners),
@@ -257,7 +257,7 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         factor = lr_factor(self.optimizer_steps, grpo.warmup_steps, grpo.lr_decay, grpo.total_steps)
         self._lr = self._base_lr * factor
         self._set_optimizer_lr(self.optimizer, self._lr)
-        self.optimizer.step(grads)
+        self.optimizer.update(grads)
         self.optimizer_steps += 1
         self._add(names.GRAD_NORM, norm, 1.0)
         self._add(names.LEARNING_RATE, self._lr, 1.0)
@@ -303,7 +303,7 @@ class LLMTorchLearner(WeightSource, TorchLearner):
         ):
             part = slice(start, start + length)
             out.append((int(shard.sequence_index[row]), logp[part][shard.trained[part].bool()].cpu().numpy()))
-        self._shard = self._train_logp = None
+        del self._shard, self._train_logp
         return out
 
     # ---------------------------------------------------------------- state

@@ -76,8 +76,11 @@ class CausalLMModule(TorchRLModule):
     @torch.no_grad()
     def reference_logprobs(self, micro: Any, law: dict[str, Any]) -> torch.Tensor:
         """fp32 [N], log-probabilities of the micro-batch's tokens under the frozen reference."""
-        hidden = self.reference(micro.packed)[micro.predict_at]
-        return self.reference.token_logprobs(hidden, micro.targets, **law)
+        [reference] = self._reference
+        hidden = reference(micro.packed)[micro.predict_at]
+        logp = reference.token_logprobs(hidden, micro.targets, **law)
+        assert isinstance(logp, torch.Tensor), "without return_entropy there is one result"
+        return logp
 
     # ---------------------------------------------------------------- state, bit by bit
     # RLlib's defaults go through numpy: bf16 raises, fp16 and fp64 silently become fp32.

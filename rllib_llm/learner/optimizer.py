@@ -36,14 +36,14 @@ class PolicyAdamW(torch.optim.Optimizer):
         self.state_dtype = state_dtype
 
     @torch.no_grad()
-    def step(self, gradients: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+    def update(self, gradients: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         """One update with the given gradients (fp32, same shapes); parameters without one stay as they are."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param in gradients:
-                    self._update(param, gradients[param], group)
+                    self._update_one(param, gradients[param], group)
 
-    def _update(self, param: torch.nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_one(self, param: torch.nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if not state:
             state["step"] = 0
@@ -105,6 +105,7 @@ def lr_factor(step: int, warmup_steps: int, decay: str, total_steps: int | None)
         return (step + 1) / warmup_steps
     if decay == "constant":
         return 1.0
+    assert total_steps is not None, "validate() requires total_steps for a decay"
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     return 1.0 - progress if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
@@ -116,7 +117,8 @@ class LossScaler:
     """
 
     def __init__(self, initial: float = 1.0, growth_interval: int | None = None):
-        self.scale, self.growth_interval, self.good_steps = initial, growth_interval, 0
+        self.scale, self.growth_interval = initial, growth_interval
+        self.good_steps = 0
 
     def update(self, finite: bool) -> None:
         if self.growth_interval is None:  # no scaling asked for: the scale stays 1
@@ -132,4 +134,4 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def set_state(self, state: dict[str, float]) -> None:
-        self.scale, self.good_steps = state["scale"], state["good_steps"]
+        self.scale, self.good_steps = state["scale"], int(state["good_steps"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 
 from rllib_llm.attest import build_attestation
 from rllib_llm.engines.base import CHECKPOINT_VERSION
@@ -26,8 +27,8 @@ class ExportedWeights:
     hashes: dict[str, str]
 
 
-class WeightSource:
-    """Mixin of `LLMTorchLearner`: export and attestation."""
+class WeightSource(TorchLearner):
+    """The part of `LLMTorchLearner` that env runners depend on: export and attestation."""
 
     def exported(self, *, by_reference: bool) -> ExportedWeights:
         """Quantises the weights once.

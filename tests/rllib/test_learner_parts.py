@@ -55,7 +55,7 @@ def test_adamw_is_torchs_in_fp32(weight_decay: float) -> None:
     for _ in range(20):
         grad = torch.randn(7, 5)
         theirs.grad = grad
-        a.step({ours: grad.clone()})
+        a.update({ours: grad.clone()})
         b.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -68,7 +68,7 @@ def test_bf16_moments_keep_growing() -> None:
     param = torch.nn.Parameter(torch.zeros(1))
     optimizer = PolicyAdamW([param], lr=0.0, betas=(0.9, 0.99), state_dtype=torch.bfloat16)
     for _ in range(500):
-        optimizer.step({param: torch.ones(1)})
+        optimizer.update({param: torch.ones(1)})
     assert optimizer.state[param]["exp_avg_sq"].dtype == torch.bfloat16
     assert optimizer.state[param]["exp_avg_sq"].item() > 0.7
 
@@ -78,7 +78,7 @@ def test_in_place_steps_change_the_version_of_a_parameter() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         param = torch.nn.Parameter(torch.ones(4, dtype=dtype))
         before = param._version
-        PolicyAdamW([param], lr=0.1).step({param: torch.ones(4)})
+        PolicyAdamW([param], lr=0.1).update({param: torch.ones(4)})
         assert param._version > before
         assert param.dtype == dtype
 
@@ -87,7 +87,7 @@ def test_state_of_another_shape_or_dtype_is_refused() -> None:
     """Moments that do not belong to the parameters are an error that says what differs."""
     small, large = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
     one, other = PolicyAdamW([small], lr=0.1), PolicyAdamW([large], lr=0.1, state_dtype=torch.bfloat16)
-    one.step({small: torch.ones(2)})
+    one.update({small: torch.ones(2)})
     with pytest.raises(ValueError, match=r"moments are torch.float32.*\(2,\), not \(3,\)"):
         other.set_exact_state(one.exact_state())
 
