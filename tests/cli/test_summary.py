@@ -49,6 +49,22 @@ def test_table_shows_means_and_extremes():
     assert "r1" in text
 
 
+def test_a_repeated_evaluation_counts_once():
+    """RLlib repeats an evaluation's result in the next iteration; the table counts evaluations, not repetitions."""
+    history = [
+        row(1, 0.1),
+        *(row(i, 0.1) | evaluated(0.5, 64) for i in (2, 3)),
+        row(4, 0.1) | evaluated(0.75, 128),
+    ]
+    assert "held-out reward        0.500 → 0.750 (first → last of 2 evaluations)" in table(history)
+    assert "held-out reward        0.500 (one evaluation)" in table(history[:3])
+
+
+def evaluated(reward, total):
+    key = "evaluation/env_runners/"
+    return {f"{key}episode_return_mean": reward, f"{key}num_episodes_lifetime": total}
+
+
 def test_what_was_not_measured_is_said():
     """A run that ended before its first iteration has a table that says so, without numbers made up."""
     text = table([])

@@ -19,7 +19,7 @@ def test_readme_snippet_runs_as_printed(ray_session, tmp_path, monkeypatch):
     snippet = readme_snippets()[0]
     assert len([line for line in snippet.splitlines() if line.strip()]) <= 10
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAY_AIR_LOCAL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))  # Tune's results go to ~/ray_results
     namespace: dict = {}
     exec(compile(snippet, "README.md", "exec"), namespace)
     trials = namespace["analysis"].trials
