@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from precision_policies import PolicyError, available, from_yaml, load_policy
+from precision_policies import PolicyError, PrecisionOverrideWarning, available, from_yaml, load_policy
 from precision_policies.coerce import hints, optional_part
 from precision_policies.policy import PrecisionPolicy
 from tests.policies.models import MOE_100_LAYERS, QWEN3_8B
@@ -108,6 +108,19 @@ extends: 'unified-fp8'
 schema_version: 0x1
 """
     assert from_yaml(one).fingerprint == from_yaml(other).fingerprint
+
+
+def test_zero_has_no_sign_and_mappings_have_no_order() -> None:
+    """-0.0 is 0.0, and the order in which overrides are given changes neither fingerprint nor YAML text."""
+    minus = load_policy({"extends": "unified-fp8", "guard": {"tolerance": -0.0}})
+    assert minus.fingerprint == load_policy("unified-fp8").fingerprint
+    free = {"extends": "unified-fp8", "correction": {"accept_uncorrected": True}, "guard": {"action": "warn"}}
+    with pytest.warns(PrecisionOverrideWarning):
+        one = load_policy({**free, "operator_overrides": {"rotary": "a", "linear": "b"}})
+        other = load_policy({**free, "operator_overrides": {"linear": "b", "rotary": "a"}})
+    assert one == other
+    assert one.to_yaml() == other.to_yaml()
+    assert one.fingerprint == other.fingerprint
 
 
 def leaves(cls: type, prefix: str = "") -> list[str]:
