@@ -255,8 +255,8 @@ def others(bench) -> None:
                 )
                 continue
             bench.record(
-                "other libraries", label, ms, flops=2 * TOKENS * n * k, bf16_ms=round(bf16, 4), ratio=round(bf16 / ms, 3),
-                ours_same_work_ms=round(ours, 4),
+                "other libraries", label, ms, flops=2 * TOKENS * n * k, bf16_ms=round(bf16, 4),
+                ratio=round(bf16 / ms, 3), ours_same_work_ms=round(ours, 4),
             )  # fmt: skip
 
 

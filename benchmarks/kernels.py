@@ -116,7 +116,7 @@ def markdown(result: dict) -> str:
         f"torch {env['torch']}, CUDA {env['cuda']}, triton {env['triton']}, "
         f"{env['operators'].get('block_fp8_matmul', '').split('#')[0]}, "
         f"{env['operators'].get('attention', '').split('#')[0]}.",
-        f"`{env['command']}`. Medians; the floor is bytes over the copy bandwidth or FLOPs over torch's BF16 rate here.",
+        f"`{env['command']}`. Medians; floor: bytes over the copy bandwidth or FLOPs over torch's BF16 rate.",
     ]
     for section in dict.fromkeys(row["section"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["section"] == section]

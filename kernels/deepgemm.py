@@ -45,8 +45,8 @@ def _load() -> ModuleType:
         except (ImportError, AttributeError, AssertionError) as error:
             failures.append(f"{name}: {error}")
     raise ImportError(
-        f"DeepGEMM is needed for FP8 GEMMs on CUDA ({'; '.join(failures)}). Install deep_gemm or vllm, with nvcc on the "
-        "PATH; or bind the slower Triton GEMMs with precision_kernels.triton.bind_matmuls()"
+        f"DeepGEMM is needed for FP8 GEMMs on CUDA ({'; '.join(failures)}). Install deep_gemm or vllm, with nvcc on "
+        "the PATH; or bind the slower Triton GEMMs with precision_kernels.triton.bind_matmuls()"
     )
 
 

@@ -31,6 +31,7 @@ OPERATORS: tuple[str, ...] = (
     "quantise_columns",
     "quantise_both",
     "quantise_weight",
+    "dequantise",
     "block_fp8_matmul",
     "dgrad_fp8_matmul",
     "wgrad_fp8_matmul",

@@ -54,6 +54,10 @@ class LinearFormats:
             raise ValueError("LinearFormats: " + "; ".join(problems))
 
 
+def _dequantise(q: Quantised, dtype: torch.dtype) -> torch.Tensor:
+    return implementation("dequantise", q.codes.device.type)(q, dtype)
+
+
 @dataclass(eq=False)
 class PreparedWeight:
     """A weight [N, K] in the form its GEMMs read. Make it with `prepare_weight`, once per optimiser step.
@@ -92,7 +96,7 @@ class PreparedWeight:
             quantise = implementation("quantise_weight", self.values.device.type)
             return self._memo("dgrad", lambda: quantise(self.values, f.scale_format, f.scale_floor))
         if self.quantised is not None:
-            return self._memo("dgrad", lambda: self.quantised.dequantise(DTYPES[f.dgrad]))
+            return self._memo("dgrad", lambda: _dequantise(self.quantised, DTYPES[f.dgrad]))
         return self.values.to(DTYPES[f.dgrad])
 
 
@@ -227,7 +231,7 @@ def _wgrad(kind: str, tensors: tuple[torch.Tensor, ...], formats: LinearFormats)
     saved = (
         tensors[0]
         if kind == "values"
-        else Quantised(*tensors, "1x128", formats.scale_format).dequantise(dtype)
+        else _dequantise(Quantised(*tensors, "1x128", formats.scale_format), dtype)
     )
     return lambda dy, codes: implementation("wgrad_matmul", device)(dy.to(dtype), saved.to(dtype))
 

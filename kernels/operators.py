@@ -157,9 +157,10 @@ class _SiluMul(torch.autograd.Function):
     def backward(ctx, dy):
         gate, up, *rest = ctx.saved_tensors
         if ctx.saved == "fp8":
+            dequantise = implementation("dequantise", dy.device.type)
             pairs = ((gate, up), rest)
             gate, up = (
-                Quantised(*pair, "1x128", ctx.scale_format).dequantise(ctx.dtype).view(ctx.shape)
+                dequantise(Quantised(*pair, "1x128", ctx.scale_format), ctx.dtype).view(ctx.shape)
                 for pair in pairs
             )
         return *implementation("silu_mul_backward", dy.device.type)(dy, gate, up), None, None, None

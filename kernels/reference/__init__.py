@@ -28,6 +28,7 @@ from precision_kernels.reference.matmul import (
 )
 from precision_kernels.reference.norm import add_rms_norm, rms_norm, rms_norm_backward
 from precision_kernels.reference.quantise import (
+    dequantise,
     quantise_activation,
     quantise_both,
     quantise_columns,
@@ -51,6 +52,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "block_fp8_matmul",
+    "dequantise",
     "dgrad_fp8_matmul",
     "dgrad_matmul",
     "exp",

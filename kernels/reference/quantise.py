@@ -113,9 +113,15 @@ def quantise_weight(
     return _quantise(w, (BLOCK, BLOCK), "128x128", scale_format, scale_floor)
 
 
+def dequantise(q: Quantised, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """`Quantised.dequantise` as an operator, so that a device can bind a kernel."""
+    return q.dequantise(dtype)
+
+
 __all__ = [
     "block_scales",
     "blocks",
+    "dequantise",
     "power_of_two_ceiling",
     "quantise_activation",
     "quantise_both",

@@ -17,6 +17,7 @@ _FUNCTIONS = (
     quantise.quantise_columns,
     quantise.quantise_both,
     quantise.quantise_weight,
+    quantise.dequantise,
     norm.rms_norm,
     norm.add_rms_norm,
     norm.rms_norm_backward,

@@ -94,8 +94,9 @@ def invariant_gemm_op(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) 
     (m, k), n = x.shape, w.shape[0]
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     if m and n:
+        depth = 32 if x.dtype == torch.float32 else _TILE_K
         _invariant_kernel[(triton.cdiv(m, _TILE_M), triton.cdiv(n, _TILE_N))](
-            x, w, y, m, n, k, *x.stride(), *w.stride(), BM=_TILE_M, BN=_TILE_N, BK=32 if x.dtype == torch.float32 else _TILE_K,
+            x, w, y, m, n, k, *x.stride(), *w.stride(), BM=_TILE_M, BN=_TILE_N, BK=depth,
             num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
     return y

@@ -98,7 +98,7 @@ def finite_magnitude(v):
 @triton.jit
 def block_scale(amax, floor, UE8M0: tl.constexpr):
     """Scale of a block with largest finite magnitude ``amax`` (``reference.quantise.block_scales``)."""
-    scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)), floor)
+    scale = tl.maximum(tl.div_rn(amax, amax * 0.0 + 448.0), floor)
     if UE8M0:
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -117,14 +117,14 @@ def divide_by_scale(v, scale, FAST: tl.constexpr):
     if FAST and not INTERPRETED:
         lift = tl.where(scale < 8.271806125530277e-25, 1099511627776.0, 1.0)
         divisor = scale * lift
-        reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), divisor)
+        reciprocal = tl.div_rn(divisor * 0.0 + 1.0, divisor)
         # Both factors are negated so that the residual of a zero is +0 and a negative zero keeps its sign.
         negated = v * -lift
         quotient = negated * -reciprocal
         quotient = tl.minimum(quotient, 512.0, propagate_nan=tl.PropagateNan.ALL)
         quotient = tl.maximum(quotient, -512.0, propagate_nan=tl.PropagateNan.ALL)
         return tl.fma(tl.fma(divisor, quotient, negated), -reciprocal, quotient)
-    return tl.div_rn(v, tl.broadcast_to(scale, v.shape))
+    return tl.div_rn(v, tl.zeros(v.shape, tl.float32) + scale)
 
 
 @triton.jit
