@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from precision_policies import available
 from rllib_llm.engines import SamplingParams, make_engine
 from rllib_llm.models import PackedBatch, load_pretrained, load_tokenizer, save_pretrained
 from rllib_llm.sync.export import export_weights
@@ -82,6 +83,20 @@ def test_sampled_logprobs_are_the_learners_bits(kind, policy):
     ours = sampled(results)
     assert len({len(c.token_ids) for row in results for c in row}) > 2  # they did stop unevenly
     assert_bit_equal(ours, rescored(model, prompts, results, params))
+
+
+@pytest.mark.parametrize("policy", available())
+def test_a_policy_keeps_the_promise_of_exactly_on_policy(policy):
+    """Every shipped policy that says `exactly_on_policy` has mismatch 0 here, and every one that does not has some."""
+    model, engine = make_pair("llama3-rope-biases", policy)
+    prompts = random_sequences((4, 20), model.architecture.vocab)
+    params = SamplingParams(n=4, max_tokens=16, seed=1)
+    results = engine.generate(prompts, params)
+    ours, theirs = sampled(results), rescored(model, prompts, results, params)
+    if model.policy.exactly_on_policy:
+        assert_bit_equal(ours, theirs)
+    else:
+        assert not np.array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("policy", UNIFIED)

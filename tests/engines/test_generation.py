@@ -213,6 +213,26 @@ def test_unusable_prompts_are_all_listed(model):
     assert "prompt 0" not in message
 
 
+def test_prompts_are_prefilled_once_and_finished_sequences_leave(model, monkeypatch):
+    """Tokens through the model: each prompt once, whatever n is, and each answer's tokens but its last: no padding, no
+    step for a sequence that has ended."""
+    engine = engine_of(model, max_num_seqs=6)
+    through = []
+    real = type(engine.model).forward
+    monkeypatch.setattr(
+        type(engine.model),
+        "forward",
+        lambda self, b, c=None: (through.append(len(b.input_ids)), real(self, b, c))[1],
+    )
+    prompts = random_sequences((3, 40, 11), VOCAB)
+    results = engine.generate(
+        prompts, SamplingParams(n=5, max_tokens=20, seed=0, stop_token_ids=tuple(range(3, 20)))
+    )
+    answers = [len(c.token_ids) for row in results for c in row]
+    assert len(set(answers)) > 3
+    assert sum(through) == sum(map(len, prompts)) + sum(answers) - len(answers)
+
+
 def test_no_prompts_give_no_results(engine):
     """An empty list of prompts is not an error."""
     assert engine.generate([], SamplingParams()) == []
