@@ -11,7 +11,7 @@ ENV_RUNNERS = "env_runners"
 LEARNERS = "learners"
 EVALUATION = "evaluation"
 TIMERS = "timers"
-MISMATCH = "mismatch"  # train log-prob against rollout log-prob, same weights; rllib_llm/mismatch defines the names below it
+MISMATCH = "mismatch"  # train against rollout log-prob, same weights; names: rllib_llm/mismatch/registry.py
 PRECISION = "precision"
 CORRECTION = "correction"  # importance weights of the correction that was applied
 

@@ -113,8 +113,8 @@ def refuse_other_policy(saved: dict[str, Any], policy: PrecisionPolicy, allow: b
     differences = PrecisionPolicy.from_dict(saved["policy"]).diff(policy)
     lines = [f"{d.key}: checkpoint {d.ours!r}, now {d.theirs!r}: {d.consequence}" for d in differences]
     raise PrecisionChangeError(
-        f"checkpoint {path} was written under policy {saved['policy_name']!r} ({saved['fingerprint'][:12]}), this run uses "
-        f"{policy.name!r} ({policy.fingerprint[:12]}):\n  "
+        f"checkpoint {path} was written under policy {saved['policy_name']!r} ({saved['fingerprint'][:12]}), this "
+        f"run uses {policy.name!r} ({policy.fingerprint[:12]}):\n  "
         + "\n  ".join(lines)
         + "\nUse the checkpoint's policy, or set "
         "precision(..., allow_precision_change=True) to continue under the new one deliberately."

@@ -80,7 +80,8 @@ class Durable(Algorithm):
                 wrong.append(f"learner {i}: {found}")
         if wrong:
             raise CheckpointError(
-                f"after restoring {path}, weights or optimizer state are not those saved ({digest}): {'; '.join(wrong)}."
+                f"after restoring {path}, weights or optimizer state are not those saved ({digest}): "
+                f"{'; '.join(wrong)}."
             )
 
     def _after_restore(self) -> None:

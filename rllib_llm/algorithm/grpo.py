@@ -64,8 +64,8 @@ class GRPO(Durable):
             super().setup(config)
         except IndexError as error:
             raise RuntimeError(
-                "no env runner survived its construction. The actors' logs have the reason; often rllib_llm is not importable "
-                "on the workers (pip install it there, or pass it in runtime_env)."
+                "no env runner survived its construction. The actors' logs have the reason; often rllib_llm is not "
+                "importable on the workers (pip install it there, or pass it in runtime_env)."
             ) from error
         self.weights = WeightSync(
             self.learner_group,
@@ -124,9 +124,9 @@ class GRPO(Durable):
         self.consecutive_empty += 1
         if self.consecutive_empty >= rollout.max_empty_samples:
             raise NoSamplesError(
-                f"{self.consecutive_empty} iterations in a row gave no usable sample (rollout_config.max_empty_samples = "
-                f"{rollout.max_empty_samples}); refused because of their weights version: {collected.refused}, problems "
-                f"without an answer: {len(collected.lost)}. Last errors:\n"
+                f"{self.consecutive_empty} iterations in a row gave no usable sample (rollout_config.max_empty_samples "
+                f"= {rollout.max_empty_samples}); refused because of their weights version: {collected.refused}, "
+                f"problems without an answer: {len(collected.lost)}. Last errors:\n"
                 + "\n".join(collected.errors[-2:] or ["none reported"])
             )
         return collected
@@ -197,7 +197,7 @@ class GRPO(Durable):
             self.force_correction(guarded_correction(self.settings))
 
     def force_correction(self, correction: Any | None) -> None:
-        """Applies an importance correction in all later updates, whatever the policy says; None gives up the override."""
+        """Applies an importance correction in all later updates, whatever the policy says; None ends that."""
         self.forced_correction = correction
         for result in self.learner_group.foreach_learner(_set_correction, correction=correction):
             result.get()

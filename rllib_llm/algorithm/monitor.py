@@ -26,7 +26,7 @@ class PrecisionHalt(RuntimeError):
 
 @dataclass(frozen=True)
 class Observation:
-    """mismatch: see rllib_llm/mismatch/registry.py. correction: statistics of the applied weights, empty without one."""
+    """mismatch: see rllib_llm/mismatch/registry.py. correction: statistics of its weights, empty without."""
 
     mismatch: dict[str, float]
     correction: dict[str, float]

@@ -138,7 +138,7 @@ def _sample(runner: Any, indices: list[int], evaluation: bool) -> Any:
 
 
 def _restart(group: EnvRunnerGroup, runner: int) -> None:
-    """Ends an actor whose engine raised; its state is unknown. RLlib starts it anew and the Algorithm pushes weights."""
+    """Ends an actor whose engine raised; its state is unknown. RLlib restarts it and the Algorithm pushes weights."""
     if runner != LOCAL:
         logger.error("env runner %d failed and is restarted", runner)
         ray.kill(group._worker_manager.actors()[runner], no_restart=False)

@@ -115,8 +115,8 @@ def _rollout(rollout: RolloutSettings) -> list[str]:
         )
     if rollout.min_new_tokens and rollout.max_turns > 1:
         v.append(
-            f"rollout_config.min_new_tokens = {rollout.min_new_tokens} with max_turns = {rollout.max_turns}: the learner "
-            "cannot tell where an answer begins when an environment adds nothing between two; use one of the two."
+            f"rollout_config.min_new_tokens = {rollout.min_new_tokens} with max_turns = {rollout.max_turns}: "
+            "the learner cannot tell where an answer begins when an environment adds nothing between two; use one."
         )
     if rollout.eval_temperature == 0.0 and rollout.eval_samples > 1:
         v.append(
@@ -137,7 +137,8 @@ def _training(config: GRPOConfig, grpo: GRPOSettings, rollout: RolloutSettings) 
     elif samples % steps:
         v.append(
             f"grpo.minibatches_per_epoch = {steps} must divide prompts_per_iteration x group_size = "
-            f"{rollout.prompts_per_iteration} x {rollout.group_size} = {samples}, or steps would weigh samples unequally."
+            f"{rollout.prompts_per_iteration} x {rollout.group_size} = {samples}, or steps would weigh "
+            "samples unequally."
         )
     learners = max(1, config.num_learners)
     if steps >= 1 and samples < learners * steps:
@@ -160,8 +161,8 @@ def _training(config: GRPOConfig, grpo: GRPOSettings, rollout: RolloutSettings) 
         v.append(f"grpo.betas = {grpo.betas} must be in [0, 1).")
     if (grpo.lr_decay == "constant") != (grpo.total_steps is None):
         v.append(
-            f"grpo.lr_decay = {grpo.lr_decay!r} with grpo.total_steps = {grpo.total_steps}: a decay needs the number of "
-            "optimiser steps at which it ends, 'constant' takes none."
+            f"grpo.lr_decay = {grpo.lr_decay!r} with grpo.total_steps = {grpo.total_steps}: a decay needs the number "
+            "of optimiser steps at which it ends, 'constant' takes none."
         )
     if not 0 <= grpo.overlong_buffer <= rollout.max_new_tokens:
         v.append(

@@ -106,7 +106,7 @@ class LLMTorchLearner(WeightSource):
         [(module_id, columns)] = batch.items()
         shard = Shard.from_columns(columns)
         epochs, steps = shard.minibatch.shape[1], self.settings.grpo.minibatches_per_epoch
-        self._sums: dict[str, tuple[float, float]] = {}
+        self._sums: dict[str, tuple[Any, Any]] = {}
         self._shard = shard
         # With one step the loss's own forward pass is the policy that sampled: its log-probs are kept.
         self._train_logp = torch.zeros_like(shard.rollout_logprobs, dtype=torch.float32)
@@ -231,9 +231,9 @@ class LLMTorchLearner(WeightSource):
             )
         )
         for name, (total, number) in out.metrics.items():
-            self._add(name, float(total), float(number))
+            self._add(name, total, number)
         loss = out.loss_sum / batch["count"]
-        self._add(names.LOSS, float(loss.detach()), 0.0)
+        self._add(names.LOSS, loss.detach(), 0.0)
         return loss
 
     def _correction(self) -> Any:
@@ -264,8 +264,11 @@ class LLMTorchLearner(WeightSource):
 
     # ---------------------------------------------------------------- metrics
 
-    def _add(self, name: str, total: float, count: float) -> None:
-        """Adds to a running (sum, count); count 0 means that the metric is a plain sum."""
+    def _add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:
+        """Adds to a running (sum, count); count 0 means that the metric is a plain sum.
+
+        Tensors stay on their device until `_log`: reading one here would wait for the GPU in every micro-batch.
+        """
         old_total, old_count = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (old_total + total, old_count + count)
 
@@ -277,7 +280,8 @@ class LLMTorchLearner(WeightSource):
             names.NUM_SKIPPED_STEPS,
         }  # already equal on all learners
         merged: dict[str, tuple[float, float]] = {}
-        for sums in self.collective.gather(self._sums):
+        own = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
+        for sums in self.collective.gather(own):
             for name, (total, count) in sums.items():
                 if name in per_step:
                     merged[name] = (total, count)

@@ -49,7 +49,7 @@ def toy_config(toy_model: str) -> Callable[..., Any]:
 
 @pytest.fixture
 def build(toy_config: Callable[..., Any], ray_session: Any) -> Iterator[Callable[..., Any]]:
-    """Function building an algorithm from a config (or from keyword arguments of `toy_config`); stops it after the test."""
+    """Function building an algorithm from a config, or from arguments of `toy_config`; stopped after the test."""
     built = []
 
     def make(config: Any = None, **kwargs: Any) -> Any:

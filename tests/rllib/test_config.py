@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from rllib_llm import DAPOConfig, DrGRPOConfig, GRPO, GRPOConfig, GSPOConfig, ReinforcePPConfig, RLOOConfig
+from rllib_llm import GRPO, DAPOConfig, DrGRPOConfig, GRPOConfig, GSPOConfig, ReinforcePPConfig, RLOOConfig
 from rllib_llm.algorithm.settings import GRPOSettings, parse
 
 Make = Callable[..., Any]
 
 
 def problems(config: GRPOConfig) -> str:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="problem") as error:
         config.validate()
     return str(error.value)
 
@@ -81,7 +81,7 @@ def test_model_by_dict(toy_model: str) -> None:
     [
         (lambda c: setattr(c, "rolout_config", {}), "no setting 'rolout_config' (closest: 'rollout_config')"),
         (lambda c: c.update_from_dict({"lerning_rate": 1}), "no setting 'lerning_rate'"),
-        (lambda c: c.update_from_dict({"rollout_config": {"temprature": 1}}), "rollout_config.temprature does not exist (closest: 'temperature')"),
+        (lambda c: c.update_from_dict({"rollout/temprature": 1}), "temprature does not exist (closest: 'temperature')"),
         (lambda c: c.update_from_dict({"grpo/clip_hihg": 1}), "grpo.clip_hihg does not exist (closest: 'clip_high')"),
         (lambda c: c.rollout(group_size="8"), "rollout_config.group_size = '8' must be int"),
         (lambda c: c.rollout(group_size=True), "rollout_config.group_size = True must be int"),
@@ -107,7 +107,7 @@ def test_model_by_dict(toy_model: str) -> None:
         (lambda c: c.learners(num_learners=17), "cannot feed num_learners = 17"),
         (lambda c: c.precision("unified-fp9"), "precision_config.policy"),
         (lambda c: c.model("/no/such/model"), "llm.path = '/no/such/model'"),
-        (lambda c: c.evaluation(evaluation_num_env_runners=1, evaluation_parallel_to_training=True), "sequential evaluation"),
+        (lambda c: setattr(c, "evaluation_parallel_to_training", True), "sequential evaluation"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_key_and_the_remedy(
@@ -171,8 +171,14 @@ def test_policy_file_is_replaced_by_its_content(toy_config: Make, tmp_path: Any)
 
 @pytest.mark.parametrize(
     ("cls", "loss"),
-    [(DrGRPOConfig, "dr_grpo"), (DAPOConfig, "dapo"), (GSPOConfig, "gspo"), (RLOOConfig, "rloo"), (ReinforcePPConfig, "reinforce++")],
-)  # fmt: skip
+    [
+        (DrGRPOConfig, "dr_grpo"),
+        (DAPOConfig, "dapo"),
+        (GSPOConfig, "gspo"),
+        (RLOOConfig, "rloo"),
+        (ReinforcePPConfig, "reinforce++"),
+    ],
+)
 def test_relatives_differ_from_grpo_only_in_what_their_paper_changes(
     cls: type, loss: str, toy_model: str
 ) -> None:

@@ -35,7 +35,7 @@ def disturb(algo: Any) -> None:
 
 
 def test_halt_leaves_a_checkpoint_and_names_the_side(build: Make, toy_config: Make) -> None:
-    """Beyond tolerance, training ends; the error says that the runner holds other bytes, and the checkpoint restores."""
+    """Beyond tolerance training ends; the error says who holds other bytes, and the checkpoint restores."""
     algo = build(toy_config(policy("halt")))
     algo.train()
     disturb(algo)

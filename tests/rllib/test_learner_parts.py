@@ -61,7 +61,7 @@ def test_adamw_is_torchs_in_fp32(weight_decay: float) -> None:
 
 
 def test_bf16_moments_keep_growing() -> None:
-    """Moments stored in bf16 with fp32 arithmetic approach the gradient's square; torch's bf16 arithmetic stalls below half.
+    """Moments stored in bf16 with fp32 arithmetic approach the gradient's square; bf16 arithmetic stalls early.
 
     beta2 = 0.99: bf16 carries 8 bits, so storing stalls where an update of 1 % of the gap is below half an ulp.
     """
@@ -128,8 +128,18 @@ def test_loss_scale_halves_on_overflow_and_grows_again() -> None:
 
 @pytest.mark.parametrize(
     ("step", "decay", "expected"),
-    [(0, "constant", 0.25), (3, "constant", 1.0), (99, "constant", 1.0), (4, "linear", 1.0), (9, "linear", 0.5), (14, "linear", 0.0), (99, "linear", 0.0), (9, "cosine", 0.5), (14, "cosine", 0.0)],
-)  # fmt: skip
+    [
+        (0, "constant", 0.25),
+        (3, "constant", 1.0),
+        (99, "constant", 1.0),
+        (4, "linear", 1.0),
+        (9, "linear", 0.5),
+        (14, "linear", 0.0),
+        (99, "linear", 0.0),
+        (9, "cosine", 0.5),
+        (14, "cosine", 0.0),
+    ],
+)
 def test_lr_factor(step: int, decay: str, expected: float) -> None:
     """Four warm-up steps, then constant, or a decay that ends at step 14."""
     assert lr_factor(step, 4, decay, None if decay == "constant" else 14) == pytest.approx(expected)
@@ -147,7 +157,7 @@ def test_micro_batches_hold_every_row_once_and_keep_the_budget(lengths: list[int
 @given(lengths=LENGTHS, budget=st.integers(1, 200))
 @settings(max_examples=40, deadline=None)
 def test_packing_predicts_each_trained_token_from_the_one_before_it(lengths: list[int], budget: int) -> None:
-    """In every micro-batch, targets are the trained tokens, predict_at points at the token before, and nothing is lost."""
+    """Targets are the trained tokens, predict_at points at the token before each, and no token is lost."""
     episodes = episodes_of(lengths)
     shard = shard_of(episodes)
     seen = []

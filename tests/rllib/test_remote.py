@@ -94,7 +94,7 @@ def _steps(learner: Any) -> int:
 
 @pytest.fixture(scope="module")
 def fleet(request: pytest.FixtureRequest) -> Any:
-    """One algorithm with two training runners and an evaluation runner, shared by the tests below (building takes 20 s)."""
+    """One algorithm with two training runners and an evaluation runner, shared (building takes 20 s)."""
     request.getfixturevalue("ray_session")
     from rllib_llm import GRPOConfig
     from tests.rllib.toy import CopyDigit

@@ -53,7 +53,7 @@ def test_mixed_policy_shows_its_mismatch_and_corrects_it(build: Make) -> None:
     "law", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"top_p": 0.8}, {"min_new_tokens": 3}]
 )
 def test_learner_scores_the_distribution_that_was_sampled(build: Make, toy_config: Make, law: dict) -> None:
-    """With temperature, truncation or a minimum length the learner's log-probabilities equal the engine's, bit by bit."""
+    """With temperature, truncation or a minimum length, learner and engine give equal log-probability bits."""
     from precision_policies import load_policy
 
     policy = load_policy("unified-fp8").to_dict()
@@ -279,7 +279,7 @@ def test_overlong_answers_are_punished(build: Make, toy_config: Make) -> None:
 
 
 def test_samples_of_other_weights_are_refused(build: Make) -> None:
-    """Episodes labelled with another weights version are left out, counted, and end the run when there is nothing else."""
+    """Episodes of another weights version are left out, counted, and end the run when there is nothing else."""
     algo = build()
     runner_of(algo).engine._version = 77
     result = algo.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from precision_policies import load_policy
+from precision_policies import PrecisionMismatchError, load_policy
 from rllib_llm import GRPO
 from rllib_llm import metric_names as names
 from rllib_llm.algorithm.checkpoint import CheckpointError, PrecisionChangeError
@@ -36,7 +37,7 @@ def exported(algo: Any) -> dict[str, str]:
 
 
 def test_rolled_back_weights_reach_the_runner(build: Make, tmp_path: pathlib.Path) -> None:
-    """After an in-place restore the engine holds the restored weights under the restored version (RLlib keeps the newer)."""
+    """After an in-place restore the engine holds the restored weights and version (RLlib keeps the newer ones)."""
     algo = build()
     algo.train()
     path = algo.save_to_path(tmp_path / "c")
@@ -52,6 +53,7 @@ def test_rolled_back_weights_reach_the_runner(build: Make, tmp_path: pathlib.Pat
 def test_state_with_a_lower_sequence_number_is_taken(build: Make) -> None:
     """`algo.set_state` of an earlier state (Tune's PBT) brings the earlier weights to learner and runner."""
     algo = build()
+    algo.train()  # RLlib takes sequence number 0 for "force"
     state, saved = algo.get_state(), exported(algo)
     algo.train()
     algo.set_state(state)
@@ -132,6 +134,21 @@ def test_another_policy_on_a_runner_is_refused(build: Make, toy_config: Make) ->
         build(toy_config().env_runners(env_runner_cls=OtherPolicyRunner))
 
 
+def test_another_operator_on_a_runner_is_refused_after_the_next_push(build: Make) -> None:
+    """The attestations of both sides are compared after every push, not only at the start."""
+    algo = build()
+    engine = algo.env_runner.engine
+    attest = engine.attest
+
+    def other() -> Any:
+        statement = attest()
+        return dataclasses.replace(statement, operators={**statement.operators, "rms_norm": "other@1#0"})
+
+    engine.attest = other
+    with pytest.raises(PrecisionMismatchError, match="rms_norm"):
+        algo.train()
+
+
 # ---------------------------------------------------------------- 3: complete checkpoints
 
 
@@ -141,7 +158,7 @@ def test_a_learner_that_fails_to_save_fails_the_checkpoint(
     """A checkpoint without the learner's files is an error that names them, not a success."""
     algo = build()
     monkeypatch.setattr(LLMTorchLearner, "save_to_path", lambda *args, **kwargs: None)
-    with pytest.raises(CheckpointError, match="model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         algo.save_to_path(tmp_path / "c")
 
 
@@ -184,7 +201,7 @@ def test_relative_paths_work(build: Make, tmp_path: pathlib.Path, monkeypatch: p
 def test_weights_and_moments_survive_bit_by_bit(
     build: Make, toy_config: Make, tmp_path: pathlib.Path, dtype: str
 ) -> None:
-    """Master weights and Adam moments in fp32 or bf16 come back from a checkpoint exactly (RLlib: TypeError or rounding)."""
+    """Master weights and Adam moments come back exactly, in fp32 and bf16 (RLlib: TypeError, or rounding)."""
     policy = load_policy("bf16").to_dict()
     policy["master_dtype"] = policy["optimizer_state_dtype"] = dtype
     algo = build(toy_config(policy))
@@ -211,7 +228,7 @@ def test_weights_and_moments_survive_bit_by_bit(
 def test_a_non_finite_gradient_skips_the_step_and_is_counted(
     build: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One NaN in one gradient leaves weights, moments and step count untouched (RLlib applies it, or steps with zeros)."""
+    """One NaN leaves weights, moments and step count untouched (RLlib applies it, or steps with zeros)."""
     algo = build()
     algo.train()
     learner = learner_of(algo)
