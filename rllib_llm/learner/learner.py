@@ -350,4 +350,5 @@ class LLMTorchLearner(WeightSource):
 
     @override(TorchLearner)
     def _set_optimizer_state(self, state: dict[str, Any]) -> None:
-        self.optimizer.set_exact_state(state[COMPONENT_OPTIMIZER])
+        allowed = self.settings.precision.allow_precision_change
+        self.optimizer.set_exact_state(state[COMPONENT_OPTIMIZER], cast=allowed)

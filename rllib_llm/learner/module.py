@@ -93,15 +93,15 @@ class CausalLMModule(TorchRLModule):
 
     @override(TorchRLModule)
     def set_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Copies a full state in place. Raises RuntimeError for missing, unexpected or ill-shaped tensors,
-        ValueError for another dtype (copying would round)."""
+        """Copies a full state in place. Raises RuntimeError for missing, unexpected or ill-shaped tensors, and
+        ValueError for another dtype (copying would round), unless the config allows a precision change."""
         own = self.lm.state_dict()
         wrong = [
             f"{k}: {state[k].dtype}, not {v.dtype}"
             for k, v in own.items()
             if k in state and state[k].dtype != v.dtype
         ]
-        if wrong:
+        if wrong and not self.model_config["precision_config"]["allow_precision_change"]:
             raise ValueError(
                 f"CausalLMModule.set_state would round {len(wrong)} tensors: {'; '.join(wrong[:5])}"
             )

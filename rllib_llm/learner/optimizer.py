@@ -73,14 +73,15 @@ class PolicyAdamW(torch.optim.Optimizer):
                 )
         return {"state": entries, "state_dtype": str(self.state_dtype)}
 
-    def set_exact_state(self, saved: dict[str, Any]) -> None:
+    def set_exact_state(self, saved: dict[str, Any], *, cast: bool = False) -> None:
         """Inverse of `exact_state`. torch's load_state_dict would cast the moments to the parameter's dtype.
 
+        cast: round moments of another dtype to this one's instead of refusing them (a deliberate precision change).
         Raises ValueError when the number, shapes or dtype of the moments do not belong to these parameters.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         problems = []
-        if saved["state_dtype"] != str(self.state_dtype):
+        if saved["state_dtype"] != str(self.state_dtype) and not cast:
             problems.append(f"moments are {saved['state_dtype']}, the policy wants {self.state_dtype}")
         if len(saved["state"]) != len(params):
             problems.append(f"{len(saved['state'])} entries for {len(params)} parameters")
@@ -92,7 +93,10 @@ class PolicyAdamW(torch.optim.Optimizer):
         if problems:
             raise ValueError("optimizer state does not fit this model: " + "; ".join(problems))
         for param, entry in zip(params, saved["state"], strict=True):
-            moved = {k: v.to(param.device, copy=True) if torch.is_tensor(v) else v for k, v in entry.items()}
+            moved = {
+                k: v.to(param.device, self.state_dtype, copy=True) if torch.is_tensor(v) else v
+                for k, v in entry.items()
+            }
             self.state[param] = moved
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from precision_policies import load_policy
 from rllib_llm import metric_names as names
 from rllib_llm.algorithm.sampling import NoSamplesError
-from tests.rllib.toy import AskTwice, CopyDigit
+from tests.rllib.toy import AskTwice, CopyDigit, Curriculum
 
 Make = Callable[..., Any]
 
@@ -54,8 +55,6 @@ def test_mixed_policy_shows_its_mismatch_and_corrects_it(build: Make) -> None:
 )
 def test_learner_scores_the_distribution_that_was_sampled(build: Make, toy_config: Make, law: dict) -> None:
     """With temperature, truncation or a minimum length, learner and engine give equal log-probability bits."""
-    from precision_policies import load_policy
-
     policy = load_policy("unified-fp8").to_dict()
     policy["logprobs"]["truncation"] = "renormalise"
     result = build(toy_config(policy, **law)).train()
@@ -302,6 +301,40 @@ def test_rllib_schedules_count_completions(build: Make, toy_config: Make) -> Non
     algo = build(toy_config().training(lr=[[0, 1e-3], [32, 0.0]]))
     rates = [float(algo.train()[names.LEARNERS]["default_policy"][names.LEARNING_RATE]) for _ in range(2)]
     assert rates == pytest.approx([5e-4, 0.0])
+
+
+def test_gradient_checkpointing_changes_memory_only(build: Make, toy_config: Make, toy_model: str) -> None:
+    """Recomputing layers in backward gives the same weights, bit by bit."""
+    digests = []
+    for flag in (False, True):
+        algo = build(toy_config().model(toy_model, gradient_checkpointing=flag))
+        algo.train()
+        digests.append(algo.learner_group._learner.digest())
+    assert digests[0] == digests[1]
+
+
+def test_fp16_scales_the_loss_and_recovers_from_overflow(build: Make, toy_config: Make) -> None:
+    """A loss scale that overflows fp16 gradients is halved until steps succeed; skipped steps are counted."""
+    policy = load_policy("fp16").to_dict()
+    policy["loss_scaling"] |= {"initial": 2.0**30, "growth_interval": 1000}
+    algo = build(toy_config(policy).training(minibatches_per_epoch=4, num_epochs=4))
+    learner = algo.train()[names.LEARNERS]["default_policy"]
+    assert learner[names.NUM_SKIPPED_STEPS] > 0
+    assert learner[names.NUM_OPTIMIZER_STEPS] == 16 - learner[names.NUM_SKIPPED_STEPS]
+    assert learner[names.LOSS_SCALE] == 2.0 ** (30 - learner[names.NUM_SKIPPED_STEPS])
+    assert algo.train()[names.LEARNERS]["default_policy"][names.NUM_OPTIMIZER_STEPS] > 0
+
+
+def test_environment_state_is_part_of_a_checkpoint(build: Make, toy_config: Make, tmp_path: Any) -> None:
+    """What a factory keeps (a curriculum) is saved with the run and is back on the runner after a restore."""
+    algo = build(toy_config(env=Curriculum))
+    algo.train()
+    level = runner_of(algo).factories["train"].level
+    path = algo.save_to_path(tmp_path / "c")
+    algo.train()
+    assert runner_of(algo).factories["train"].level > level > 0
+    algo.restore_from_path(path)
+    assert runner_of(algo).factories["train"].level == level
 
 
 def test_timers_are_those_of_the_iteration(build: Make, toy_config: Make) -> None:

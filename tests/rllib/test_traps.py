@@ -266,6 +266,24 @@ def test_another_policy_is_refused_unless_allowed(
     assert allowed.train()[names.LEARNERS]["default_policy"][names.GRAD_NORM] >= 0.0
 
 
+def test_an_allowed_change_of_the_master_dtype_rounds_weights_and_moments(
+    build: Make, toy_config: Make, tmp_path: pathlib.Path
+) -> None:
+    """With the explicit yes, fp32 masters and moments continue as bf16 ones; without it nothing is ever rounded."""
+    algo = build(toy_config("bf16"))
+    algo.train()
+    weights = {k: v.clone() for k, v in learner_of(algo).lm_module.lm.state_dict().items()}
+    path = algo.save_to_path(tmp_path / "c")
+    policy = load_policy("bf16").to_dict()
+    policy["master_dtype"] = policy["optimizer_state_dtype"] = "bfloat16"
+    other = build(toy_config(policy).precision(policy, allow_precision_change=True))
+    other.restore_from_path(path)
+    for name, value in learner_of(other).lm_module.lm.state_dict().items():
+        assert torch.equal(value, weights[name].bfloat16()), name
+    assert learner_of(other).optimizer.exact_state()["state"][0]["exp_avg"].dtype == torch.bfloat16
+    assert other.train()["training_iteration"] == 2
+
+
 def test_a_policy_that_changed_under_its_name_is_noticed(
     build: Make, toy_config: Make, tmp_path: pathlib.Path
 ) -> None:

@@ -55,6 +55,25 @@ class AskTwice(CopyDigit):
         return super().step(completion)
 
 
+class Curriculum:
+    """A factory with a state: it counts the environments it made."""
+
+    num_problems = None
+
+    def __init__(self, config: dict[str, Any], split: str = "train", seed: int = 0):
+        self.config, self.split, self.seed, self.level = config, split, seed, 0
+
+    def __call__(self) -> CopyDigit:
+        self.level += 1
+        return CopyDigit(self.config, self.split, self.seed)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.level = state["level"]
+
+
 def make_model(directory: Path, seed: int = 0, hidden: int = 128) -> Path:
     """A random Qwen3-style model (all sizes multiples of 128) with a character tokenizer, in Hugging Face format."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
