@@ -90,7 +90,7 @@ class Pair:
         self.config.save_pretrained(directory)
         options = WorkerOptions(
             device=args.device, max_model_len=args.context, max_num_seqs=args.sequences,
-            max_num_batched_tokens=args.batched_tokens, kv_cache_bytes=args.kv_gib << 30, gpu_memory_utilization=0.9,
+            max_num_batched_tokens=args.batched_tokens, kv_cache_bytes=args.kv_gib << 30, gpu_memory_utilization=0.6,
             enable_prefix_caching=True, cuda_graphs=True, sleep_mode=False, has_tokenizer=False, seed=0,
         )  # fmt: skip
         begin = time.time()
