@@ -103,6 +103,23 @@ def _(x, w, out_dtype):
     return torch.empty(x.shape[0], w.shape[0], dtype=out_dtype, device=x.device)
 
 
+@torch.library.custom_op("precision_kernels::deepgemm_grouped", mutates_args=())
+def _grouped_op(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, expert: torch.Tensor
+) -> torch.Tensor:
+    """bf16 [M, N]: row i of a [M, K] times b[expert[i]].T, b [G, N, K]."""
+    out = torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        (a, a_scales), (b, b_scales), out, expert, disable_ue8m0_cast=True
+    )
+    return out
+
+
+@_grouped_op.register_fake
+def _(a, a_scales, b, b_scales, expert):
+    return torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
+
+
 def _row_scales(weight: Quantised, transposed: bool) -> torch.Tensor:
     """A weight's scales with one row per output [N, K/128] (or [K, N/128]), in the TMA layout; kept on the weight."""
     key = f"row_scales_{'t' if transposed else 'n'}"
@@ -140,6 +157,34 @@ def block_fp8_matmul(a: Quantised, b: Quantised, out_dtype: torch.dtype = torch.
     _expect("block_fp8_matmul", a=(a, "1x128"), b=(b, "128x128"))
     _same_contraction("block_fp8_matmul", "a columns", a.shape[1], "b columns", b.shape[1])
     return _product(a, b.codes, b, False, out_dtype)
+
+
+def grouped_fp8_matmul(
+    a: Quantised, codes: torch.Tensor, scales: torch.Tensor, expert: torch.Tensor
+) -> torch.Tensor:
+    """One GEMM for all experts of a mixture: row i of a [M, K] (1x128) times the weight of expert[i] -> bf16 [M, N].
+
+    codes e4m3 [G, N, K] and scales fp32 [G, N/128, K/128] are the experts' 128x128 weights, stacked; expert int32 [M].
+    The rows of an expert are contiguous and start at a multiple of 128; rows between have expert -1 and an undefined
+    output. By definition `block_fp8_matmul` expert by expert, bit for bit. Forward only.
+    """
+    _expect("grouped_fp8_matmul", a=(a, "1x128"))
+    groups, n, k = codes.shape
+    problems = []
+    if not accepts(n, k) or n % BLOCK or a.shape[1] != k:
+        problems.append(
+            f"K and N must be multiples of 128 and K that of a, got a {tuple(a.shape)}, codes {tuple(codes.shape)}"
+        )
+    if scales.shape != (groups, n // BLOCK, k // BLOCK):
+        problems.append(f"scales must be [{groups}, {n // BLOCK}, {k // BLOCK}], got {tuple(scales.shape)}")
+    if expert.dtype != torch.int32 or expert.shape != (a.shape[0],) or a.shape[0] % BLOCK:
+        problems.append(
+            f"expert must be int32 [{a.shape[0]}] and the number of rows a multiple of 128, "
+            f"got {expert.dtype} {tuple(expert.shape)}"
+        )
+    if problems:
+        raise ValueError("grouped_fp8_matmul: " + "; ".join(problems))
+    return _grouped_op(a.codes, a.scales, codes, scales, expert)
 
 
 def dgrad_fp8_matmul(dy: Quantised, w: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -217,4 +262,4 @@ def implementations() -> dict[str, Implementation]:
     return table
 
 
-__all__ = ["accepts", "implementations"]
+__all__ = ["accepts", "grouped_fp8_matmul", "implementations"]

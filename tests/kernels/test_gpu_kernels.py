@@ -137,6 +137,23 @@ def test_gemm_rows_do_not_depend_on_the_batch(n, k):
             assert_same_bits(product(x[-m:]), full[-m:], f"{name} last {m}")
 
 
+def test_grouped_gemm_is_the_gemm_of_each_expert():
+    """Rows routed to three experts in one call have the bits of one FP8 GEMM per expert; padding rows are skipped."""
+    grouped = importlib.import_module("precision_kernels.deepgemm").grouped_fp8_matmul
+    x, _, _ = _operands(640, 256, 512)
+    weights = [_op("quantise_weight")(normal(256, 512, seed).to(CUDA, torch.bfloat16)) for seed in (1, 2, 3)]
+    expert = torch.full((640,), -1, dtype=torch.int32, device=CUDA)
+    rows = {0: slice(0, 200), 1: slice(256, 384), 2: slice(384, 640)}
+    for index, part in rows.items():
+        expert[part] = index
+    codes = torch.stack([w.codes.view(torch.uint8) for w in weights]).view(torch.float8_e4m3fn)
+    scales = torch.stack([w.scales for w in weights])
+    out = grouped(_op("quantise_activation")(x), codes, scales, expert)
+    for index, part in rows.items():
+        alone = _op("block_fp8_matmul")(_op("quantise_activation")(x[part]), weights[index])
+        assert_same_bits(out[part], alone, f"expert {index}")
+
+
 def test_padding_of_wgrad_is_zero():
     """Rows beyond M in the transposed codes are zero, so a ragged number of tokens adds nothing."""
     x, _, dy = _operands(129, 128, 256)
