@@ -23,6 +23,7 @@ from rllib_llm.learner.gradients import Gradients
 from rllib_llm.learner.module import CausalLMModule
 from rllib_llm.learner.optimizer import LossScaler, PolicyAdamW, lr_factor
 from rllib_llm.learner.signals import advantages_with_kl, measured_noise
+from rllib_llm.learner.tally import Tally
 from rllib_llm.learner.weights import WeightSource
 from rllib_llm.losses import LossInputs, calibrated
 from rllib_llm.models.checkpoint import eos_token_ids
@@ -106,7 +107,7 @@ class LLMTorchLearner(WeightSource):
         [(module_id, columns)] = batch.items()
         shard = Shard.from_columns(columns)
         epochs, steps = shard.minibatch.shape[1], self.settings.grpo.minibatches_per_epoch
-        self._sums: dict[str, tuple[Any, Any]] = {}
+        self._tally = Tally()
         self._shard = shard
         # With one step the loss's own forward pass is the policy that sampled: its log-probs are kept.
         self._train_logp = torch.zeros_like(shard.rollout_logprobs, dtype=torch.float32)
@@ -163,8 +164,8 @@ class LLMTorchLearner(WeightSource):
         if calibration.enabled:
             noise = measured_noise(self._uncalibrated, micro_batches, self._train_logp, self.collective)
             self.loss = calibrated(self._uncalibrated, noise, calibration.strength, old_is_rollout=False)
-            self._add(names.CLIP_LOW, self.loss.clip_low, 1.0)
-            self._add(names.CLIP_HIGH, self.loss.clip_high, 1.0)
+            self._tally.add(names.CLIP_LOW, self.loss.clip_low, 1.0)
+            self._tally.add(names.CLIP_HIGH, self.loss.clip_high, 1.0)
         if kl_is_reward(grpo):
             self._advantages = advantages_with_kl(
                 micro_batches,
@@ -191,7 +192,7 @@ class LLMTorchLearner(WeightSource):
             )
             (loss * self.scaler.scale).backward()
             self.gradients.accumulate()
-            self._add(names.NUM_MICRO_BATCHES, 1.0, 0.0)
+            self._tally.add(names.NUM_MICRO_BATCHES, 1.0, 0.0)
         self._apply()
 
     @override(Learner)
@@ -231,9 +232,9 @@ class LLMTorchLearner(WeightSource):
             )
         )
         for name, (total, number) in out.metrics.items():
-            self._add(name, total, number)
+            self._tally.add(name, total, number)
         loss = out.loss_sum / batch["count"]
-        self._add(names.LOSS, loss.detach(), 0.0)
+        self._tally.add(names.LOSS, loss.detach(), 0.0)
         return loss
 
     def _correction(self) -> Any:
@@ -248,7 +249,7 @@ class LLMTorchLearner(WeightSource):
         self.scaler.update(finite)
         if not finite:
             self.skipped_steps += 1
-            self._add(names.NUM_SKIPPED_STEPS, 1.0, 0.0)
+            self._tally.add(names.NUM_SKIPPED_STEPS, 1.0, 0.0)
             return
         clip = self.config.grad_clip
         if clip is not None and norm > clip:
@@ -259,36 +260,15 @@ class LLMTorchLearner(WeightSource):
         self._set_optimizer_lr(self.optimizer, self._lr)
         self.optimizer.update(grads)
         self.optimizer_steps += 1
-        self._add(names.GRAD_NORM, norm, 1.0)
-        self._add(names.LEARNING_RATE, self._lr, 1.0)
+        self._tally.add(names.GRAD_NORM, norm, 1.0)
+        self._tally.add(names.LEARNING_RATE, self._lr, 1.0)
 
     # ---------------------------------------------------------------- metrics
 
-    def _add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:
-        """Adds to a running (sum, count); count 0 means that the metric is a plain sum.
-
-        Tensors stay on their device until `_log`: reading one here would wait for the GPU in every micro-batch.
-        """
-        old_total, old_count = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (old_total + total, old_count + count)
-
     def _log(self, module_id: str, shard: Shard) -> float:
         """Logs the metrics of all learners together, the same values on each; returns the loss."""
-        per_step = {
-            names.GRAD_NORM,
-            names.LEARNING_RATE,
-            names.NUM_SKIPPED_STEPS,
-        }  # already equal on all learners
-        merged: dict[str, tuple[float, float]] = {}
-        own = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
-        for sums in self.collective.gather(own):
-            for name, (total, count) in sums.items():
-                if name in per_step:
-                    merged[name] = (total, count)
-                else:
-                    old = merged.get(name, (0.0, 0.0))
-                    merged[name] = (old[0] + total, old[1] + count)
-        values = {name: total / count if count else total for name, (total, count) in merged.items()}
+        per_step = {names.GRAD_NORM, names.LEARNING_RATE, names.NUM_SKIPPED_STEPS}
+        values = self._tally.merged(self.collective, per_step)
         values.setdefault(names.NUM_SKIPPED_STEPS, 0.0)
         values[names.NUM_TOKENS] = self.collective.sum(float(shard.trained.sum()), self._device)
         values[names.NUM_OPTIMIZER_STEPS] = self.optimizer_steps
