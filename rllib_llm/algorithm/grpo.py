@@ -13,6 +13,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.annotations import override
 from ray.rllib.utils.metrics import (
     ENV_RUNNER_RESULTS,
+    EVALUATION_RESULTS,
     LEARNER_RESULTS,
     NUM_ENV_STEPS_SAMPLED_LIFETIME,
     TIMERS,
@@ -253,6 +254,14 @@ class GRPO(Durable):
                 len(collected.errors),
                 collected.errors[-1],
             )
+
+    @override(Algorithm)
+    def _compile_iteration_results(self, *, train_results: Any, eval_results: Any) -> dict[str, Any]:
+        """Without the evaluation of an earlier iteration: RLlib reports it again in the iteration that follows."""
+        results = super()._compile_iteration_results(train_results=train_results, eval_results=eval_results)
+        if not eval_results:
+            results.pop(EVALUATION_RESULTS, None)
+        return results
 
     @override(Trainable)
     def get_auto_filled_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -16,12 +16,14 @@ class UsageError(ValueError):
 def add_all(subparsers: Any) -> None:
     """Add every command to the main parser."""
     from precision_policies.cli import add_policy_parser
+    from rllib_llm.cli.mismatch import add_mismatch_parser
 
     _add_train(subparsers)
     _add_eval(subparsers)
     add_policy_parser(subparsers, _model_path)
     _add_config(subparsers)
     _add_envs(subparsers)
+    add_mismatch_parser(subparsers)
     _add_tracking(subparsers)
 
 
@@ -31,7 +33,8 @@ def _model_path(model: str) -> Path:
     return resolve_model_path(model)
 
 
-def _parser(subparsers: Any, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
+def new_parser(subparsers: Any, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
+    """A command's parser, whose help starts with the summary and ends with examples."""
     return subparsers.add_parser(
         name,
         help=summary,
@@ -45,7 +48,7 @@ def _parser(subparsers: Any, name: str, summary: str, examples: str) -> argparse
 
 
 def _add_train(subparsers: Any) -> None:
-    parser = _parser(
+    parser = new_parser(
         subparsers,
         "train",
         "train a model as a config file says, with overrides",
@@ -107,7 +110,7 @@ def _refuse_finished(directory: Path, iterations: int) -> None:
 
 
 def _add_eval(subparsers: Any) -> None:
-    parser = _parser(
+    parser = new_parser(
         subparsers,
         "eval",
         "evaluate a checkpoint on held-out prompts, under the policy it was trained with",
@@ -132,7 +135,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _add_config(subparsers: Any) -> None:
-    parser = _parser(
+    parser = new_parser(
         subparsers,
         "config",
         "show configs and their keys",
@@ -184,7 +187,7 @@ def _config_keys(arguments: argparse.Namespace) -> int:
 
 
 def _add_envs(subparsers: Any) -> None:
-    parser = _parser(
+    parser = new_parser(
         subparsers, "envs", "list the text environments that can be trained on", "  rllib-llm envs list"
     )
     actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
@@ -212,7 +215,7 @@ def _first_line(cls: type) -> str:
 
 
 def _add_tracking(subparsers: Any) -> None:
-    parser = _parser(
+    parser = new_parser(
         subparsers,
         "tracking",
         "deliver what a run could not write to its MLflow store",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -44,8 +45,16 @@ class ProgressCallback(tune.Callback):
 
     def _draw(self, done: int, row: dict[str, float]) -> None:
         if self._bar is None:
+            wide = (
+                os.get_terminal_size(sys.stderr.fileno()).columns or None
+            )  # 0 on a pseudo-terminal without a size
             self._bar = tqdm(
-                total=self._iterations, initial=self._done, unit="it", dynamic_ncols=True, file=sys.stderr
+                total=self._iterations,
+                initial=self._done,
+                unit="it",
+                ncols=None if wide else 120,
+                dynamic_ncols=wide is not None,
+                file=sys.stderr,
             )
         self._bar.set_postfix_str(status_text(row), refresh=False)
         self._bar.update(done - self._bar.n)

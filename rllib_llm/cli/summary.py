@@ -9,7 +9,6 @@ from rllib_llm.cli import table
 REWARD = "env_runners/episode_return_mean"
 TOKENS_PER_S = "env_runners/tokens_per_s"
 EVAL_REWARD = "evaluation/env_runners/episode_return_mean"
-EVAL_EPISODES = "evaluation/env_runners/num_episodes_lifetime"
 _LAST = 5  # iterations whose mean is called the last reward: one iteration's mean is noisy
 
 History = Sequence[dict[str, float]]
@@ -30,7 +29,7 @@ def closing_table(
         [
             ("result", f"{status} after {_duration(history)}"),
             ("reward", reward_text(history)),
-            ("held-out reward", _curve_text(_evaluations(history))),
+            ("held-out reward", _curve_text([row[EVAL_REWARD] for row in history if EVAL_REWARD in row])),
             ("sampling speed", _speed_text(history)),
             ("mismatch k3", _spread(history, "mismatch/k3")),
             ("mismatch mean |Δlogp|", _spread(history, "mismatch/mean_abs")),
@@ -51,18 +50,6 @@ def reward_text(history: History) -> str:
     last = rewards[-_LAST:]
     mean = sum(last) / len(last)
     return f"{rewards[0]:.3f} → {mean:.3f} (first iteration → mean of the last {len(last)}; best {max(rewards):.3f})"
-
-
-def _evaluations(history: History) -> list[float]:
-    """Held-out reward of each evaluation; RLlib repeats a result in the iteration after, with the same lifetime count."""
-    found: list[float] = []
-    seen = 0.0
-    for row in history:
-        total = row.get(EVAL_EPISODES, 0.0)
-        if EVAL_REWARD in row and total > seen:
-            found.append(row[EVAL_REWARD])
-        seen = total
-    return found
 
 
 def _curve_text(values: list[float]) -> str:

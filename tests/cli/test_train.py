@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 from rllib_llm.cli import main
 from rllib_llm.cli.history import read_history
 
+EVALUATED = "evaluation/env_runners/episode_return_mean"
 SMALL = [
     "rollout.group_size=2",
     "rollout.prompts_per_iteration=2",
@@ -72,10 +73,17 @@ def test_resume_goes_on_where_it_stopped(ray_session, interrupted, capsys, monke
     directory, *_ = interrupted
     monkeypatch.chdir(directory.parent.parent)
     before = read_history(directory)
-    total = len(before) + 2
-    assert main(["train", "--resume", str(directory), f"run.iterations={total}"]) == 0
+    total = len(before) + 3
+    overrides = [f"run.iterations={total}", "evaluation.interval=2"]
+    assert main(["train", "--resume", str(directory), *overrides]) == 0
     iterations = [row["training_iteration"] for row in read_history(directory)]
     assert iterations == list(range(1, total + 1))
+    evaluated = [
+        row["training_iteration"] for row in read_history(directory)[len(before) :] if EVALUATED in row
+    ]
+    assert evaluated == [i for i in range(len(before) + 1, total + 1) if i % 2 == 0], (
+        "no evaluation is reported twice"
+    )
     record = json.loads((directory / "tracking.json").read_text())
     client = MlflowClient(tracking_uri=record["tracking_uri"])
     curve = client.get_metric_history(record["run_ids"]["0"], "mismatch/max_abs")
