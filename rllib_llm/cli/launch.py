@@ -93,7 +93,7 @@ def _train(
 
     run = experiment.run
     started = _start_ray(experiment, config)  # first: Ray puts signal handlers of its own in place
-    progress = ProgressCallback(run.iterations, done=len(read_history(directory)))
+    progress = ProgressCallback(run.iterations)
     try:
         with Interrupt() as interrupt:
             _say("  building model, engine and environment; the first iteration takes longest")

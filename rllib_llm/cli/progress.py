@@ -18,8 +18,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 class ProgressCallback(tune.Callback):
     """A tqdm bar over the iterations with reward, mismatch and speed; plain lines where stderr is no terminal."""
 
-    def __init__(self, iterations: int, done: int = 0) -> None:
-        self._iterations, self._done = iterations, done
+    def __init__(self, iterations: int) -> None:
+        self._iterations = iterations
         self._bar: tqdm | None = None
         self._last_line = 0.0
 
@@ -45,19 +45,22 @@ class ProgressCallback(tune.Callback):
 
     def _draw(self, done: int, row: dict[str, float]) -> None:
         if self._bar is None:
-            wide = (
-                os.get_terminal_size(sys.stderr.fileno()).columns or None
-            )  # 0 on a pseudo-terminal without a size
+            size = os.get_terminal_size(sys.stderr.fileno())
+            known = (
+                size.columns > 0 and size.lines > 0
+            )  # a pseudo-terminal may have no size, and tqdm then draws nothing
             self._bar = tqdm(
                 total=self._iterations,
-                initial=self._done,
+                initial=done,  # speed and time left are those of the iterations after the first, which starts up
                 unit="it",
-                ncols=None if wide else 120,
-                dynamic_ncols=wide is not None,
+                dynamic_ncols=known,
+                ncols=None if known else 120,
+                nrows=None if known else 20,
                 file=sys.stderr,
             )
         self._bar.set_postfix_str(status_text(row), refresh=False)
         self._bar.update(done - self._bar.n)
+        self._bar.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_bar": None}

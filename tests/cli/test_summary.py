@@ -1,8 +1,17 @@
 """What a reader of the console sees: the closing table and the status line, from known histories."""
 
+import fcntl
+import os
+import pty
+import struct
+import sys
+import termios
+
+import pytest
+
 from rllib_llm.cli.history import read_history
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
-from rllib_llm.cli.progress import status_text
+from rllib_llm.cli.progress import ProgressCallback, status_text
 from rllib_llm.cli.summary import closing_table, reward_text
 
 
@@ -102,3 +111,23 @@ def test_stopper_names_its_reason():
     interrupt.requested = True
     assert never("t", result)
     assert never.reason == "interrupted"
+
+
+@pytest.mark.parametrize("size", [(0, 0), (40, 150)])
+def test_a_terminal_shows_a_bar_with_reward_and_mismatch(size, monkeypatch):
+    """On a terminal, with or without a known size, a bar shows iteration, reward, mismatch and speed."""
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    with os.fdopen(writer, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        progress = ProgressCallback(4)
+        for iteration in (1, 2):
+            result = {"training_iteration": iteration, "env_runners": {"episode_return_mean": iteration / 4}}
+            progress.on_trial_result(iteration, [], None, result)
+        progress.close()
+        terminal.flush()
+        drawn = os.read(reader, 65536).decode()
+    os.close(reader)
+    assert "25%" in drawn
+    assert "2/4" in drawn
+    assert "reward 0.500" in drawn
