@@ -83,6 +83,7 @@ class PreparedWeight:
 
     def forward_operand(self):
         """What `invariant_matmul` multiplies by."""
+        assert self.values is not None  # a forward that is not fp8 has values
         return self._memo(
             "forward", lambda: implementation("pack_weight", self.values.device.type)(self.values)
         )
@@ -93,10 +94,12 @@ class PreparedWeight:
         if f.dgrad == "fp8":
             if self.quantised is not None:
                 return self.quantised
+            assert self.values is not None  # one of the two is there
             quantise = implementation("quantise_weight", self.values.device.type)
             return self._memo("dgrad", lambda: quantise(self.values, f.scale_format, f.scale_floor))
         if self.quantised is not None:
             return self._memo("dgrad", lambda: _dequantise(self.quantised, DTYPES[f.dgrad]))
+        assert self.values is not None
         return self.values.to(DTYPES[f.dgrad])
 
 
@@ -222,7 +225,7 @@ def _wgrad(kind: str, tensors: tuple[torch.Tensor, ...], formats: LinearFormats)
     if formats.wgrad == "fp8":
         quantise = implementation("quantise_columns", device)
         x = (
-            Quantised(*tensors, "128x1", formats.scale_format)
+            Quantised(tensors[0], tensors[1], "128x1", formats.scale_format)
             if kind == "128x1"
             else quantise(tensors[0], *scale)
         )
@@ -231,7 +234,7 @@ def _wgrad(kind: str, tensors: tuple[torch.Tensor, ...], formats: LinearFormats)
     saved = (
         tensors[0]
         if kind == "values"
-        else _dequantise(Quantised(*tensors, "1x128", formats.scale_format), dtype)
+        else _dequantise(Quantised(tensors[0], tensors[1], "1x128", formats.scale_format), dtype)
     )
     return lambda dy, codes: implementation("wgrad_matmul", device)(dy.to(dtype), saved.to(dtype))
 
@@ -258,8 +261,10 @@ def linears(
     ready, parameters = [], []
     for weight, given in zip(weights, prepared, strict=True):
         parameters.append(weight if isinstance(weight, torch.Tensor) else None)
-        given = weight if isinstance(weight, PreparedWeight) else given
-        ready.append(given if given is not None else prepare_weight(weight, formats, x.dtype))
+        if isinstance(weight, PreparedWeight):
+            ready.append(weight)
+        else:
+            ready.append(given if given is not None else prepare_weight(weight, formats, x.dtype))
     _check(x, ready, parameters, biases, formats, quantised)
     outputs = _Linears.apply(
         x.reshape(-1, x.shape[-1]), formats, ready, quantised, out_dtype or x.dtype, *parameters, *biases

@@ -160,8 +160,8 @@ class _SiluMul(torch.autograd.Function):
             dequantise = implementation("dequantise", dy.device.type)
             pairs = ((gate, up), rest)
             gate, up = (
-                dequantise(Quantised(*pair, "1x128", ctx.scale_format), ctx.dtype).view(ctx.shape)
-                for pair in pairs
+                dequantise(Quantised(codes, scales, "1x128", ctx.scale_format), ctx.dtype).view(ctx.shape)
+                for codes, scales in pairs
             )
         return *implementation("silu_mul_backward", dy.device.type)(dy, gate, up), None, None, None
 

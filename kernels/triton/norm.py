@@ -74,7 +74,7 @@ def _forward_kernel(
         out = rows[:, None] * D + columns
         v = _load_rows(x, residual, new_residual, start + columns, out, inside & (columns < D), ADD)
         if HELD:
-            chunks = chunks + (v,)  # noqa: RUF005 (Triton has no starred tuples)
+            chunks = chunks + (v,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no starred tuples)
         wide = widen(v)
         total = fold(wide * wide, LOG2) if c == 0 else total + fold(wide * wide, LOG2)
     r = tl.sqrt_rn(tl.div_rn(total, tl.zeros((ROWS,), tl.float32) + D) + eps)

@@ -205,7 +205,8 @@ def quantise_activation(
 ) -> Quantised:
     """``reference.quantise_activation``; scales lie in the TMA layout."""
     _check("quantise_activation", x, scale_format, scale_floor)
-    return Quantised(*quantise_rows_op(x, scale_format == "ue8m0", scale_floor), "1x128", scale_format)
+    codes, scales = quantise_rows_op(x, scale_format == "ue8m0", scale_floor)
+    return Quantised(codes, scales, "1x128", scale_format)
 
 
 def quantise_columns(
@@ -213,7 +214,8 @@ def quantise_columns(
 ) -> Quantised:
     """``reference.quantise_columns``; codes are stored transposed."""
     _check("quantise_columns", x, scale_format, scale_floor)
-    return Quantised(*quantise_columns_op(x, scale_format == "ue8m0", scale_floor), "128x1", scale_format)
+    codes, scales = quantise_columns_op(x, scale_format == "ue8m0", scale_floor)
+    return Quantised(codes, scales, "128x1", scale_format)
 
 
 def quantise_both(
