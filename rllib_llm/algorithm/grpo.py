@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from rllib_llm import metric_names as names
 from rllib_llm.advantages import group_advantages
 from rllib_llm.algorithm.config import GRPOConfig
 from rllib_llm.algorithm.durable import Durable
-from rllib_llm.algorithm.fleet import call_runners
+from rllib_llm.algorithm.fleet import call_runners, runner_ids
 from rllib_llm.algorithm.losses import advantage_kind, correction_of, guarded_correction, kl_is_reward
 from rllib_llm.algorithm.monitor import PrecisionHalt, PrecisionMonitor
 from rllib_llm.algorithm.preflight import preflight
@@ -211,8 +212,16 @@ class GRPO(Durable):
 
     @override(Algorithm)
     def restore_env_runners(self, env_runner_group: Any) -> list[int]:
-        """Gives restarted runners the current weights, the contract check and their environment's state."""
+        """Gives restarted runners the current weights, the contract check and their environment's state.
+
+        Waits up to `rollout_config.restart_timeout_s` when none is left: an iteration without any runner samples
+        nothing, and `max_empty_samples` of those would end the run before an engine has had time to start.
+        """
         restored = list(env_runner_group.probe_unhealthy_env_runners() or [])
+        deadline = time.monotonic() + self.settings.rollout.restart_timeout_s
+        while not runner_ids(env_runner_group) and time.monotonic() < deadline:
+            time.sleep(1.0)
+            restored += env_runner_group.probe_unhealthy_env_runners() or []
         if restored:
             self._counters["total_num_restored_workers"] += len(restored)
             self.weights.push(env_runner_group, restored)

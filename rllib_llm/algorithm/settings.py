@@ -84,6 +84,8 @@ class RolloutSettings:
     """answers per evaluation prompt (pass@1 is their mean)"""
     max_empty_samples: int = 3
     """consecutive iterations without one usable sample after which training stops with an error"""
+    restart_timeout_s: float = 300.0
+    """seconds to wait for one env runner to come back when none is left (vLLM takes a minute or two to start)"""
     push_timeout_s: float = 600.0
     """seconds an env runner has to confirm new weights"""
 

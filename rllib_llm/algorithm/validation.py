@@ -20,6 +20,8 @@ _WITHOUT_EFFECT = {
     "_train_batch_size_per_learner": (None, "rollout(prompts_per_iteration=..., group_size=...)"),
     "num_envs_per_env_runner": (1, "rollout(prompts_per_iteration=...): one engine batches all prompts"),
     "num_aggregator_actors_per_learner": (0, "nothing: there are no learner connectors to run"),
+    "gamma": (0.99, "nothing: the return of an episode is the plain sum of its rewards"),
+    "clip_rewards": (None, "the environment's own reward weights"),
     "grad_clip_by": ("global_norm", "grad_clip_by='global_norm'"),
     "torch_skip_nan_gradients": (False, "nothing: a step with a non-finite gradient is always skipped"),
     "torch_compile_learner": (False, "nothing: the learner's kernels are chosen by the precision policy"),
@@ -52,6 +54,15 @@ def config_violations(config: GRPOConfig) -> list[str]:
     violations += _rollout(parsed["rollout_config"])
     violations += _training(config, parsed["grpo"], parsed["rollout_config"])
     violations += _precision(parsed["precision_config"], parsed["rollout_config"])
+    if not config.explore and not config.in_evaluation:
+        violations.append(
+            "explore = False: greedy answers of one group are all equal, there is nothing to learn from them."
+        )
+    if config.evaluation_config and not config.evaluation_num_env_runners:
+        violations.append(
+            f"evaluation_config = {config.evaluation_config!r} has no effect without evaluation runners of its own: set "
+            "evaluation_num_env_runners >= 1, or rollout(eval_temperature=..., eval_samples=...)."
+        )
     if config.evaluation_duration == "auto":
         violations.append("evaluation_duration = 'auto' needs parallel evaluation; set a number of prompts.")
     return violations

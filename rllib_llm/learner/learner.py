@@ -295,8 +295,9 @@ class LLMTorchLearner(WeightSource):
     def digest(self) -> str:
         """Fingerprint of weights and optimizer state: equal if and (for practical purposes) only if both are."""
         tensors = dict(self.lm_module.lm.state_dict())
-        for i, entry in enumerate(self.optimizer.exact_state()["state"]):
-            tensors |= {f"optimizer.{i}.{k}": v for k, v in entry.items() if torch.is_tensor(v)}
+        for i, param in enumerate(self.gradients.params):
+            state = self.optimizer.state.get(param, {})
+            tensors |= {f"optimizer.{i}.{k}": v for k, v in state.items() if torch.is_tensor(v)}
         return tensor_digest(tensors)
 
     @override(Learner)

@@ -108,6 +108,9 @@ def test_model_by_dict(toy_model: str) -> None:
         (lambda c: c.precision("unified-fp9"), "precision_config.policy"),
         (lambda c: c.model("/no/such/model"), "llm.path = '/no/such/model'"),
         (lambda c: setattr(c, "evaluation_parallel_to_training", True), "sequential evaluation"),
+        (lambda c: c.evaluation(evaluation_config={"explore": False}), "without evaluation runners of its own"),
+        (lambda c: c.env_runners(explore=False), "explore = False"),
+        (lambda c: c.training(gamma=1.0), "gamma = 1.0 has no effect"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_key_and_the_remedy(

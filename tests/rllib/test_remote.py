@@ -7,6 +7,7 @@ import pathlib
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from rllib_llm import GRPO
 from rllib_llm import metric_names as names
 from rllib_llm.algorithm.fleet import call_runners
+from rllib_llm.algorithm.sampling import dispatch
 from rllib_llm.env_runner import LLMEnvRunner, Reply
 
 Make = Callable[..., Any]
@@ -175,6 +177,22 @@ def _slow_down(runner: Any) -> Reply:
         return apply(update)
 
     runner.engine.update_weights = slow
+    return Reply(runner.worker_index)
+
+
+def test_runners_that_do_not_answer_in_time_are_reported(fleet: Any) -> None:
+    """A sample timeout loses its problems openly, with an error per runner (RLlib drops slow samples in silence)."""
+    call_runners(fleet.env_runner_group, partial(_set_delay, seconds=0.3))
+    found = dispatch(fleet.env_runner_group, range(4), fleet.weights.version, timeout_s=0.1, evaluation=False)
+    call_runners(fleet.env_runner_group, partial(_set_delay, seconds=0.0))  # queued behind the late samples
+    assert found.lost == [0, 1, 2, 3]
+    assert not found.episodes
+    assert any("no answer within 0.1 s" in error for error in found.errors)
+    assert fleet.train()[names.ENV_RUNNERS]["num_episodes"] >= 16
+
+
+def _set_delay(runner: Any, seconds: float) -> Reply:
+    runner.factories["train"].config["delay_s"] = seconds
     return Reply(runner.worker_index)
 
 
