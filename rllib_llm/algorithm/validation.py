@@ -60,8 +60,8 @@ def config_violations(config: GRPOConfig) -> list[str]:
         )
     if config.evaluation_config and not config.evaluation_num_env_runners:
         violations.append(
-            f"evaluation_config = {config.evaluation_config!r} has no effect without evaluation runners of its own: set "
-            "evaluation_num_env_runners >= 1, or rollout(eval_temperature=..., eval_samples=...)."
+            f"evaluation_config = {config.evaluation_config!r} has no effect without evaluation runners of its own: "
+            "set evaluation_num_env_runners >= 1, or rollout(eval_temperature=..., eval_samples=...)."
         )
     if config.evaluation_duration == "auto":
         violations.append("evaluation_duration = 'auto' needs parallel evaluation; set a number of prompts.")
