@@ -57,7 +57,7 @@ def _add_train(subparsers: Any) -> None:
         "  rllib-llm train my.yaml run.iterations=500 run.resources.num_learners=2 tracking.enabled=false\n"
         "  rllib-llm train --resume results/quickstart-unified-fp8-20260101-120000\n\n"
         "Ctrl-C finishes the iteration, writes a checkpoint and says how to resume.\n"
-        "All keys: rllib-llm config show quickstart",
+        "All keys, with types and defaults: rllib-llm config keys",
     )
     parser.add_argument(
         "config", nargs="?", help="YAML file, or the name of a shipped config (rllib-llm config list)"

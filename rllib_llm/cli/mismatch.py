@@ -142,7 +142,7 @@ def _entry(line: str) -> tuple[Any, str]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        return None, str(error)
+        return None, f"not JSON ({error.msg} at character {error.pos})"
     if isinstance(value, dict) and len(found := value.keys() & {"prompt", "token_ids"}) == 1:
         value = value[found.pop()]
         if isinstance(value, str) or (
@@ -174,18 +174,21 @@ def report(
     found: Localisation, workload: Workload, context: dict[str, Any], reasons: Sequence[str], *, every: bool
 ) -> str:
     """The answer first, then a table of the operators around it."""
+    phases = "prefill, then decode" if context["new_tokens"] else "prefill"
     rows = [
         ("model", str(context["model"])),
         ("policy", f"{context['policy']} ({context['policy_fingerprint'][:12]})"),
         ("on-policy by construction", "no: " + "; ".join(reasons) if reasons else "yes"),
-        ("rollout", f"{context['engine']} engine on {context['device']}: prefill, then decode"),
+        ("rollout", f"{context['engine']} engine on {context['device']}: {phases}"),
         ("learner", f"one packed forward of {workload.starts[-1]} tokens"),
         ("tokens", f"{context['prompt_tokens']} of prompts, {context['new_tokens']} of answers"),
         ("compared", f"{len(found.comparisons)} operator outputs, {_differing(found)} of them differ"),
     ]
     text = [table.pairs(rows), "", _answer(found)]
     if found.one_side_only:
-        text.append("computed by one side only, not compared: " + ", ".join(found.one_side_only))
+        sites = found.one_side_only
+        more = f" and {len(sites) - 3} more (--json)" if len(sites) > 3 else ""
+        text.append("computed by one side only, not compared: " + ", ".join(sites[:3]) + more)
     if every or not found.equal:
         text += ["", _operators(found, every)]
     return "\n".join(text)
