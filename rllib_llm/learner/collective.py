@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,20 @@ class Collective:
         if self.size > 1 and (not dist.is_initialized() or dist.get_world_size() != self.size):
             found = dist.get_world_size() if dist.is_initialized() else "no process group"
             raise RuntimeError(f"num_learners = {self.size}, but torch.distributed has {found}.")
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """An exception in the block leaves the process group, so that the other learners fail too.
+
+        Otherwise they would wait in their next sum for one that never comes, and the driver for them. (gloo
+        notices at once; NCCL after its timeout.)
+        """
+        try:
+            yield
+        except Exception:
+            if self.size > 1:
+                dist.destroy_process_group()
+            raise
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces each tensor by its sum over the learners; all of one dtype and device, same order everywhere."""

@@ -105,7 +105,10 @@ class LLMTorchLearner(WeightSource):
         self, batch: dict[str, Any], **kwargs: Any
     ) -> tuple[Any, dict[str, torch.Tensor], Any]:
         [(module_id, columns)] = batch.items()
-        shard = Shard.from_columns(columns)
+        with self.collective.failing_together():
+            return self._train_on(module_id, Shard.from_columns(columns))
+
+    def _train_on(self, module_id: str, shard: Shard) -> tuple[Any, dict[str, torch.Tensor], Any]:
         epochs, steps = shard.minibatch.shape[1], self.settings.grpo.minibatches_per_epoch
         self._tally = Tally()
         self._shard = shard

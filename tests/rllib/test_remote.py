@@ -61,6 +61,7 @@ def test_result_does_not_depend_on_the_number_of_learners(build: Make, toy_confi
         weights.append(_learner_weights(algo))
         if learners == 2:
             _assert_an_idle_learner_takes_part(algo)
+            _assert_a_failing_learner_ends_the_update(algo)
         algo.stop()
     first = results[0][names.LEARNERS]["default_policy"]
     for result, other in zip(results[1:], weights[1:], strict=True):
@@ -84,6 +85,20 @@ def _assert_an_idle_learner_takes_part(algo: Any) -> None:
     assert [r.get() for r in algo.learner_group.foreach_learner(_steps)] == [6, 6], (
         "one of two minibatches is empty"
     )
+
+
+def _assert_a_failing_learner_ends_the_update(algo: Any) -> None:
+    """The error of one learner reaches the driver; the other does not wait for its sums for ever."""
+    algo.learner_group.foreach_learner(_break, remote_actor_ids=[1])
+    with pytest.raises(Exception, match=r"out of memory, say|process group|[Cc]onnection|died"):
+        algo.train()
+
+
+def _break(learner: Any) -> None:
+    def broken() -> Any:
+        raise RuntimeError("out of memory, say")
+
+    learner.gradients.take = broken
 
 
 def _digest(learner: Any) -> str:
