@@ -14,7 +14,8 @@ import functools
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -81,6 +82,10 @@ class Implementation:
         return f"{self.name}@{self.version}#{source_hash(self.function)}"
 
 
+Observer = Callable[[str, Implementation, tuple[Any, ...], Any], None]
+"""Called with (operator, its implementation, positional arguments, result) after a dispatched call."""
+
+_observers: list[Observer] = []
 _bound: dict[str, dict[str, Implementation]] = {}
 _failures: dict[str, list[str]] = {}
 
@@ -170,7 +175,8 @@ def implementation(operator: str, device_type: str) -> Callable[..., Any]:
     is none.
     """
     try:
-        return _table(device_type)[operator].function
+        chosen = _table(device_type)[operator]
+        return _reporting(operator, chosen) if _observers else chosen.function
     except KeyError:
         reasons = "; ".join(_failures[device_type]) or "its providers do not offer it"
         raise UnboundOperatorError(
@@ -178,6 +184,30 @@ def implementation(operator: str, device_type: str) -> Callable[..., Any]:
             "Install what is missing, or ask for the slow definition with "
             f"precision_kernels.bind_reference({device_type!r})."
         ) from None
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """While open, reports every dispatched call of this process to ``observer``, in order of completion.
+
+    What is bound stays bound, and the attestation stays as it is. Calls that a CUDA graph replays or that
+    torch.compile has traced are not dispatched, so they are not seen. Observers may read results, never write.
+    """
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def _reporting(operator: str, chosen: Implementation) -> Callable[..., Any]:
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        result = chosen.function(*arguments, **keywords)
+        for observer in tuple(_observers):
+            observer(operator, chosen, arguments, result)
+        return result
+
+    return call
 
 
 def bind(operator: str, device_type: str, chosen: Implementation) -> None:

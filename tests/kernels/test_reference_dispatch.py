@@ -78,6 +78,25 @@ def test_binding_by_hand_is_reported(fresh_tables: None) -> None:
         pk.bind("norm", "cpu", pk.Implementation("tests.doubled", "1", doubled))
 
 
+def test_observers_see_calls_and_change_nothing() -> None:
+    """Operator, implementation, arguments and result of each dispatched call, in order; afterwards nobody listens."""
+    x, weight = torch.randn(3, 4), torch.ones(4)
+    before, attested = pk.rms_norm(x, weight, 0.5), pk.bound_implementations("cpu")
+    seen: list[tuple[str, str, float, torch.Tensor]] = []
+
+    def observer(operator: str, chosen: pk.Implementation, arguments: tuple, result: tuple) -> None:
+        seen.append((operator, chosen.name, arguments[2], result[0]))
+
+    with dispatch.observed(observer):
+        during = pk.rms_norm(x, weight, 0.5)
+        assert pk.bound_implementations("cpu") == attested
+    assert [entry[:3] for entry in seen] == [("rms_norm", "reference.rms_norm", 0.5)]
+    assert torch.equal(seen[0][3], during)
+    assert torch.equal(before, during)
+    assert torch.equal(pk.rms_norm(x, weight, 0.5), before)
+    assert len(seen) == 1
+
+
 def test_the_hash_covers_the_module_and_what_it_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
