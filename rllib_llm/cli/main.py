@@ -21,7 +21,8 @@ Reinforcement learning of language models as an RLlib plugin, under one precisio
 """
 
 EPILOG = """\
-exit status: 0 success · 1 the run failed · 2 bad input, nothing was run · 130 interrupted
+exit status: 0 success · 1 the run failed · 2 bad input, nothing was run · 3 mismatch found (mismatch localise) ·
+             130 interrupted
 Each command has its own help: rllib-llm train --help
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rllib_llm.algorithm.probe import probe_layers
+from rllib_llm.algorithm.probe import probe_layers, probe_operators
 from rllib_llm.mismatch import first_difference
 
 Make = Callable[..., Any]
@@ -26,3 +26,20 @@ def test_the_probe_finds_nothing_in_a_healthy_run_and_the_layer_in_a_broken_one(
         engine.model.model.layers[1].self_attn.o_proj.weight.view(torch.uint8)[0, 0] ^= 0x40
     engine.model.forget_operands()
     assert first_difference(probe_layers(algo, SEQUENCES)[runner]) == "model.layers.1.self_attn.o_proj"
+
+
+def test_the_operator_probe_names_the_weight_that_a_runner_holds_wrong(build: Make) -> None:
+    """The same by operator: equal after an iteration with its update, then the stale projection and its name."""
+    algo = build()
+    algo.train()
+    [(runner, found)] = probe_operators(algo, SEQUENCES).items()
+    assert found.equal
+    assert len(found.comparisons) > 20
+    engine = algo.env_runner.engine
+    with torch.no_grad():
+        engine.model.model.layers[1].mlp.up_proj.weight.view(torch.uint8)[0, 0] ^= 0x40
+    engine.model.forget_operands()
+    found = probe_operators(algo, SEQUENCES)[runner]
+    assert found.first is not None
+    assert found.first.site == "model.layers.1.mlp.up_proj"
+    assert found.evidence[0].endswith("model.layers.1.mlp.up_proj.weight")
