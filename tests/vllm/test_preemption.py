@@ -1,0 +1,67 @@
+"""vLLM preempts requests when the KV cache is full and computes them again: the bits stay the learner's."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test` runs this folder in .venv-vllm", allow_module_level=True
+    )
+
+from rllib_llm.engines import SamplingParams
+from rllib_llm.sync.export import export_weights
+from tests.vllm.test_engine import deltas, prompts, ragged_config, random_learner, start
+
+PARAMS = SamplingParams(n=2, max_tokens=160, seed=11, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+def count_preemptions(worker: Any) -> None:
+    """In the engine's process: count from now on."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler._preempt_request
+    worker.preemptions = 0
+
+    def counted(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        worker.preemptions += 1
+        return original(self, *arguments, **keywords)
+
+    Scheduler._preempt_request = counted
+
+
+def test_preempted_requests_keep_the_learners_bits(ray_here: None) -> None:
+    """A cache that holds a third of ten growing sequences: requests are preempted, their answers so far come back as
+    prefill, and every log-prob equals the learner's."""
+    import ray
+
+    config = ragged_config("qwen3")
+    model = random_learner(config, "unified-fp8")
+    per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
+    asked = prompts(2, 5)
+    engine = start(config, "unified-fp8", kv_cache_bytes=1024 * per_token)
+    try:
+        engine.update_weights(export_weights(model, 1))
+        ray.get(engine._actor.__ray_call__.remote(count_preemptions))
+        answers = engine.generate(asked, PARAMS)
+        preemptions = ray.get(engine._actor.__ray_call__.remote(lambda worker: worker.preemptions))
+    finally:
+        engine.close()
+    assert preemptions > 0
+    delta = deltas(model, asked, answers, PARAMS)
+    assert len(delta) == len(asked) * PARAMS.n * PARAMS.max_tokens
+    assert np.abs(delta).max() == 0
