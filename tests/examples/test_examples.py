@@ -52,3 +52,18 @@ def test_own_environment_example(monkeypatch):
 def test_every_example_says_how_it_is_called(path):
     """Each example's docstring shows its command."""
     assert f"python examples/{path.name}" in path.read_text(encoding="utf-8")
+
+
+def test_readme_links_and_commands_exist():
+    """Every relative link of the README leads to a file, and every `rllib-llm` command in it parses."""
+    from rllib_llm.cli.main import build_parser
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+    commands = re.findall(r"^(?:\.venv/bin/)?rllib-llm ([^#\n]+)", text, flags=re.M)
+    commands += re.findall(r"`rllib-llm ([^`]+)`", text)
+    assert len(commands) >= 6
+    for command in commands:
+        build_parser().parse_args(command.split())
