@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from precision_kernels.dispatch import Implementation
+from precision_kernels.reference.attention import shape_problems
 from precision_kernels.reference.layout import AttentionLayout
 
 _PAGE = 16
@@ -186,18 +187,7 @@ def _pages(layout: AttentionLayout, cache: PagedCache) -> torch.Tensor:
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout, cache) -> None:
-    problems = []
-    if (
-        q.dim() != 3
-        or k.dim() != 3
-        or v.shape[:2] != k.shape[:2]
-        or q.shape[-1] != k.shape[-1]
-        or q.shape[1] % k.shape[1]
-    ):
-        problems.append(
-            "q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] with H a multiple of Hkv are needed, "
-            f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
+    problems = shape_problems(q, k, v)
     if q.dtype not in (torch.bfloat16, torch.float16) or {k.dtype, v.dtype} != {q.dtype}:
         problems.append(
             f"q, k and v must all be bfloat16 or all float16, got {q.dtype}, {k.dtype}, {v.dtype}"

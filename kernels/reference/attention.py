@@ -227,21 +227,26 @@ def _product(a: torch.Tensor, b: torch.Tensor, transpose: bool = False) -> torch
     return out
 
 
+def shape_problems(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[str]:
+    """What is wrong with the shapes of packed q, k, v; empty if nothing."""
+    fits = (
+        q.dim() == k.dim() == 3
+        and v.shape[:2] == k.shape[:2]
+        and q.shape[-1] == k.shape[-1]
+        and q.shape[1] % k.shape[1] == 0
+    )
+    if fits:
+        return []
+    return [
+        "q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] with H a multiple of Hkv are needed, "
+        f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+    ]
+
+
 def _check(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout, cache: KVCache | None
 ) -> None:
-    problems = []
-    if (
-        q.dim() != 3
-        or k.dim() != 3
-        or v.shape[:2] != k.shape[:2]
-        or q.shape[-1] != k.shape[-1]
-        or q.shape[1] % k.shape[1]
-    ):
-        problems.append(
-            "q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] with H a multiple of Hkv are needed, "
-            f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
+    problems = shape_problems(q, k, v)
     if q.dtype != k.dtype or q.dtype != v.dtype:
         problems.append(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if int(layout.cu_seqlens[-1]) != q.shape[0] or k.shape[0] != q.shape[0]:
