@@ -143,10 +143,11 @@ class Experiment:
     def to_grpo_config(self) -> GRPOConfig:
         """The RLlib config of this experiment, validated.
 
-        Raises ExperimentError with everything that GRPOConfig.validate() finds.
+        Raises ExperimentError with every value out of range and everything that GRPOConfig.validate() finds.
         """
         from rllib_llm.algorithm.config import GRPOConfig
         from rllib_llm.algorithm.validation import config_violations
+        from rllib_llm.experiment_rules import experiment_violations, in_words_of_the_file
 
         resources, evaluation = self.run.resources, self.evaluation
         train = dataclasses.asdict(self.train)
@@ -176,7 +177,9 @@ class Experiment:
                 evaluation_duration=evaluation.prompts,
                 evaluation_num_env_runners=evaluation.num_env_runners,
             )
-        if problems := config_violations(config):
+        problems = experiment_violations(self)
+        problems += [in_words_of_the_file(problem) for problem in config_violations(config)]
+        if problems:
             raise ExperimentError(f"experiment {self.name!r}", problems)
         try:
             config.validate()  # RLlib's own rules

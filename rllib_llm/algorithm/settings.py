@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -167,7 +168,9 @@ def parse(cls: type[S], values: dict[str, Any], prefix: str) -> tuple[S | None, 
             violations.append(f"{prefix}.{key} does not exist{closest(key, hints)}.")
             continue
         converted = _convert(hints[key], value)
-        if converted is _ILL_TYPED:
+        if isinstance(value, float) and math.isnan(value):  # passes every comparison that would refuse it
+            violations.append(f"{prefix}.{key} = nan is no number; it must be {describe(hints[key])}.")
+        elif converted is _ILL_TYPED:
             violations.append(f"{prefix}.{key} = {value!r} must be {describe(hints[key])}.")
         else:
             known[key] = converted

@@ -108,13 +108,22 @@ def _rollout(rollout: RolloutSettings) -> list[str]:
     ):
         if getattr(rollout, key) < 1:
             v.append(f"rollout_config.{key} = {getattr(rollout, key)} must be at least 1.")
-    if rollout.temperature <= 0.0:
+    if not 0.0 < rollout.temperature < float("inf"):
         v.append(
-            f"rollout_config.temperature = {rollout.temperature} must be > 0: a greedy sample has no log-probability "
-            "to train on. Greedy evaluation is rollout_config.eval_temperature = 0."
+            f"rollout_config.temperature = {rollout.temperature} must be > 0 and finite: a greedy sample has no "
+            "log-probability to train on. Greedy evaluation is rollout_config.eval_temperature = 0."
         )
-    if rollout.eval_temperature < 0.0:
-        v.append(f"rollout_config.eval_temperature = {rollout.eval_temperature} must be >= 0 (0 is greedy).")
+    for key in ("restart_timeout_s", "push_timeout_s"):
+        if getattr(rollout, key) <= 0.0:
+            v.append(f"rollout_config.{key} = {getattr(rollout, key)} must be > 0 seconds.")
+    if rollout.max_prompt_tokens is not None and rollout.max_prompt_tokens < 1:
+        v.append(
+            f"rollout_config.max_prompt_tokens = {rollout.max_prompt_tokens} must be at least 1, or None: no limit."
+        )
+    if not 0.0 <= rollout.eval_temperature < float("inf"):
+        v.append(
+            f"rollout_config.eval_temperature = {rollout.eval_temperature} must be finite and >= 0 (0 is greedy)."
+        )
     if not 0.0 < rollout.top_p <= 1.0:
         v.append(f"rollout_config.top_p = {rollout.top_p} must be in (0, 1].")
     if rollout.top_k < 0:
@@ -161,13 +170,14 @@ def _training(config: GRPOConfig, grpo: GRPOSettings, rollout: RolloutSettings) 
             f"num_env_runners = {config.num_env_runners} exceeds rollout_config.prompts_per_iteration = "
             f"{rollout.prompts_per_iteration}: some runners would never sample."
         )
+    v += _rllibs_numbers(config)
     if config.num_epochs < 1:
         v.append(f"num_epochs = {config.num_epochs} must be at least 1.")
     if grpo.micro_batch_tokens < 1:
         v.append(f"grpo.micro_batch_tokens = {grpo.micro_batch_tokens} must be at least 1.")
     for key in ("weight_decay", "eps", "warmup_steps", "overlong_penalty"):
-        if getattr(grpo, key) < 0:
-            v.append(f"grpo.{key} = {getattr(grpo, key)} must be >= 0.")
+        if not _number(getattr(grpo, key), at_least=0):
+            v.append(f"grpo.{key} = {getattr(grpo, key)} must be finite and >= 0.")
     if not all(0.0 <= beta < 1.0 for beta in grpo.betas):
         v.append(f"grpo.betas = {grpo.betas} must be in [0, 1).")
     if (grpo.lr_decay == "constant") != (grpo.total_steps is None):
@@ -183,6 +193,28 @@ def _training(config: GRPOConfig, grpo: GRPOSettings, rollout: RolloutSettings) 
     if grpo.max_sample_rounds < 1:
         v.append(f"grpo.max_sample_rounds = {grpo.max_sample_rounds} must be at least 1.")
     return v
+
+
+def _rllibs_numbers(config: GRPOConfig) -> list[str]:
+    """RLlib's own settings that it takes as they are, and that would end, or spoil, a run later."""
+    v, lr, clip, seed = [], config.lr, config.grad_clip, config.seed
+    scheduled = isinstance(lr, (list, tuple))  # RLlib's own kind of schedule, which RLlib checks
+    if not scheduled and not _number(lr, at_least=0.0):
+        v.append(f"lr = {lr!r} must be a finite number >= 0.")
+    if clip is not None and (not _number(clip, at_least=0.0) or clip == 0):
+        v.append(f"grad_clip = {clip!r} must be a finite number > 0, or None: do not clip.")
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**32):
+        v.append(f"seed = {seed!r} must be a whole number from 0 to 2**32 - 1 (numpy takes no other).")
+    for key in ("num_learners", "num_env_runners"):
+        if getattr(config, key) < 0:
+            v.append(f"{key} = {getattr(config, key)} must be >= 0.")
+    return v
+
+
+def _number(value: object, at_least: float) -> bool:
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and at_least <= value < float("inf")
+    )
 
 
 def _precision(precision: PrecisionSettings, rollout: RolloutSettings) -> list[str]:

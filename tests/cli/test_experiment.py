@@ -86,6 +86,38 @@ def test_unreadable_files_are_refused_by_name(tmp_path, text, expected):
     assert expected in str(caught.value)
 
 
+def test_values_out_of_range_are_listed_at_once_with_the_keys_of_the_file(config_file):
+    """Every section's values are checked before anything starts, and named as the file names them."""
+    bad = {
+        "train.lr=-1": "train.lr = -1.0 must be a finite number >= 0",
+        "train.grad_clip=0": "train.grad_clip = 0.0 must be a finite number > 0",
+        "rollout.top_p=7": "rollout.top_p = 7.0 must be in (0, 1]",
+        "rollout.temperature=.inf": "rollout.temperature = inf must be > 0 and finite",
+        "rollout.push_timeout_s=0": "rollout.push_timeout_s = 0.0 must be > 0",
+        "rollout.max_prompt_tokens=0": "rollout.max_prompt_tokens = 0 must be at least 1",
+        "evaluation.interval=0": "evaluation.interval = 0 must be at least 1",
+        "run.iterations=0": "run.iterations = 0 must be at least 1",
+        "run.max_minutes=-1": "run.max_minutes = -1.0 must be above 0",
+        "run.keep_checkpoints=0": "run.keep_checkpoints = 0 must be at least 1",
+        "run.seed=-1": "run.seed = -1 must be a whole number from 0",
+        "run.resources.num_learners=-2": "run.resources.num_learners = -2 must be >= 0",
+        "name=../elsewhere": "name = '../elsewhere' names a directory",
+        "env.name=resoning_gym": "did you mean 'reasoning_gym'?",
+        "precision=nope": "precision.policy: ",
+    }
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(config_file, list(bad)).to_grpo_config()
+    text = str(caught.value)
+    assert [said for said in bad.values() if said not in text] == []
+    assert "rollout_config." not in text
+
+
+def test_nan_is_no_value(config_file):
+    """NaN passes every comparison that would refuse it, so it is refused as ill-typed."""
+    with pytest.raises(ExperimentError, match=r"train\.lr = nan is no number; it must be float"):
+        load_experiment(config_file, ["train.lr=.nan"])
+
+
 def test_a_missing_file_names_the_shipped_configs(tmp_path):
     """A path that does not exist is refused and the near shipped name is offered."""
     with pytest.raises(ExperimentError, match="Did you mean the shipped config 'quickstart'"):
