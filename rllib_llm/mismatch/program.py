@@ -22,47 +22,33 @@ Tensors = Mapping[str, Tensor]
 KINDS: dict[str, str] = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
-    "rms_norm_quantise": "norm",
-    "add_rms_norm_quantise": "norm",
     "block_fp8_matmul": "linear",
     "invariant_matmul": "linear",
     "rotary": "rotary",
     "attention": "attention",
     "silu_mul": "silu_mul",
-    "silu_mul_quantise": "silu_mul",
     "token_logprobs": "log_probs",
 }
 """Operator -> kind of step. Operators that are not listed prepare something (weights, codes, tables): their results
 are compared where a listed operator reads them."""
 
-QUANTISERS = (
-    "quantise_activation",
-    "quantise_both",
-    "rms_norm_quantise",
-    "add_rms_norm_quantise",
-    "silu_mul_quantise",
-)
+QUANTISERS = ("quantise_activation", "quantise_both")
 """Operators that make the codes which an fp8 linear reads."""
 
 _RESULTS: dict[str, Callable[[Any], Tensors]] = {
     "rms_norm": lambda r: {"": r[0]},
     "add_rms_norm": lambda r: {"residual": r[1], "normalised": r[0]},
-    "rms_norm_quantise": lambda r: {},  # its codes are compared as the input of the linear that reads them
-    "add_rms_norm_quantise": lambda r: {"residual": r[1]},
     "block_fp8_matmul": lambda r: {"": r},
     "invariant_matmul": lambda r: {"": r},
     "rotary": lambda r: {"q": r[0], "k": r[1]},
     "attention": lambda r: {"": r[0]},
     "silu_mul": lambda r: {"": r},
-    "silu_mul_quantise": lambda r: {},
     "token_logprobs": lambda r: {"": r[0]},
 }
 
 _SETTINGS: dict[str, Mapping[str, Callable[[Arguments], Any]]] = {
     "rms_norm": {"eps": lambda a: a[2]},
     "add_rms_norm": {"eps": lambda a: a[3]},
-    "rms_norm_quantise": {"eps": lambda a: a[2]},
-    "add_rms_norm_quantise": {"eps": lambda a: a[3]},
     "block_fp8_matmul": {"scale_format": lambda a: a[1].scale_format},
     "quantise_activation": {"scale_format": lambda a: a[0].scale_format},
     "token_logprobs": {"temperature": lambda a: float(a[2])},

@@ -118,18 +118,13 @@ class Recorder:
             )
         self._done += 1
         tensors = results(operator, result)
-        count = self._count(tensors, arguments)
+        count = next(iter(tensors.values())).shape[0]
         for reading in expected.reads:
             self._keep_reading(reading, arguments, count)
         site = self._site(expected.site, operator, chosen.identity, settings(operator, arguments))
         self._keep(site, dict(tensors), count)
         if self._done == len(self._program):
             self._taken += count
-
-    @staticmethod
-    def _count(tensors: Any, arguments: tuple[Any, ...]) -> int:
-        first = next(iter(tensors.values()), arguments[0])
-        return int(first.shape[0])
 
     def _keep_reading(self, reading: Reading, arguments: tuple[Any, ...], count: int) -> None:
         if tensors := reading.read(arguments):

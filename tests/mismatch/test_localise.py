@@ -17,13 +17,14 @@ import torch
 
 from precision_kernels import Implementation, Quantised, bind, reference
 from precision_kernels.dispatch import _table
+from precision_policies import available, load_policy
 from rllib_llm.cli.main import main
 from rllib_llm.engines import SamplingParams, make_engine
 from rllib_llm.mismatch.localise import Localisation, compare_traces, ulps
 from rllib_llm.mismatch.program import KINDS, body, head
 from rllib_llm.mismatch.trace import Recorder, TraceError
 from rllib_llm.mismatch.workload import ENGINE_SITE, Token, Workload, trace_learner, trace_rollout
-from rllib_llm.models import PackedBatch
+from rllib_llm.models import PackedBatch, causal_lm
 from rllib_llm.sync.export import export_weights
 from tests.models.cases import CONFIGS, make_model, random_sequences
 
@@ -41,7 +42,7 @@ def bound(operator: str, function: Callable[..., Any]) -> Iterator[None]:
         bind(operator, "cpu", before)
 
 
-def make_pair(kind: str, policy: str) -> tuple[Any, Any]:
+def make_pair(kind: str, policy: Any) -> tuple[Any, Any]:
     """(learner's model, embedded engine with its weights)."""
     model = make_model(kind, policy)
     engine = make_engine("torch", model.config, policy)
@@ -83,6 +84,28 @@ def test_equal_sides_are_equal_after_every_operator(kind: str, policy: str) -> N
         assert c.elements >= c.tokens > 0
     parts = {c.part for c in found.comparisons if c.site.endswith("o_proj.input")}
     assert parts == ({"codes", "scales"} if policy == "unified-fp8" else set())
+
+
+ON_POLICY = [name for name in available() if load_policy(name).exactly_on_policy]
+
+
+@pytest.mark.parametrize("name", [*ON_POLICY, "fp8 saved by the activation"])
+def test_every_on_policy_policy_can_be_traced(name: str) -> None:
+    """Other scale formats and saved formats call other operators around the compared ones; the learner's logits in chunks
+    of 3 rows change nothing either."""
+    policy: Any = name
+    if name not in ON_POLICY:
+        policy = load_policy("unified-fp8").to_dict() | {"name": "saved"}
+        policy["activation"]["saved"] = "fp8"
+    model, engine = make_pair("qwen3", policy)
+    workload = sampled(engine, 4)
+    rollout = trace_rollout(engine.model, workload)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal_lm, "LOGITS_CHUNK_ELEMENTS", 3 * model.architecture.vocab)
+        learner = trace_learner(model, workload)
+    scored = sum(len(s.answer) for s in workload.samples)
+    assert learner.sites["lm_head"].row_counts == [3] * (scored // 3) + [scored % 3] * (scored % 3 > 0)
+    assert compare_traces(learner, rollout, workload).equal
 
 
 def test_prefill_alone_scores_the_prompts() -> None:
