@@ -185,27 +185,35 @@ def _statistics(
 
 
 def _checked_kind(correction: CorrectionSpec) -> Kind:
+    if wrong := correction_violations(correction):
+        raise ValueError("correction_weights:\n  " + "\n  ".join(wrong))
+    return KINDS[correction.kind]
+
+
+def correction_violations(correction: CorrectionSpec) -> list[str]:
+    """What is wrong with kind and bounds, one sentence each; empty for a correction that can be applied."""
     kind, wrong = KINDS.get(correction.kind), []
     if kind is None:
-        raise ValueError(f"correction.kind = {correction.kind!r}: one of {', '.join(KINDS)}")
+        return [f"correction.kind = {correction.kind!r}: one of {', '.join(KINDS)}"]
+    values = {key: getattr(correction, key, None) for key in (*_BOTH, "veto")}
+    given = {key: value for key, value in values.items() if value is not None}
+    if no_numbers := [k for k, v in given.items() if isinstance(v, bool) or not isinstance(v, (int, float))]:
+        return [f"correction.{key} = {given[key]!r}: a bound of a ratio is a number" for key in no_numbers]
     for key in _BOTH:
         value = getattr(correction, key)
         if key in kind.needs and value is None:
             wrong.append(f"correction.{key} is None: kind {correction.kind} needs this bound of the ratio")
         if key not in kind.takes and value is not None:
             wrong.append(f"correction.{key} = {value}: kind {correction.kind} has no such bound")
-    values = {key: getattr(correction, key, None) for key in (*_BOTH, "veto")}
     wrong += [
         f"correction.{key} = {value}: a bound of a ratio is {'> 0' if key == 'upper' else '>= 0'}"
-        for key, value in values.items()
-        if value is not None and not (value > 0 or (value == 0 and key != "upper"))
+        for key, value in given.items()
+        if not (value > 0 or (value == 0 and key != "upper"))
     ]
     lower, upper = correction.lower, correction.upper
     if lower is not None and upper is not None and not lower < upper:
         wrong.append(f"correction.lower = {lower} must be < correction.upper = {upper}")
-    if wrong:
-        raise ValueError("correction_weights:\n  " + "\n  ".join(wrong))
-    return kind
+    return wrong
 
 
 def _check_shapes(*tensors: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,8 @@ class Reply:
     worker_index: int
     value: Any = None
     error: str | None = None
+    lost_sample: str | None = None
+    """why the environment cost the call a sample, the last one"""
 
 
 class LLMEnvRunner(EnvRunner, Checkpointable):
@@ -76,6 +78,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         self.construction_error: str | None = None
         self._callbacks = [cls() for cls in force_list(self.config.callbacks_class)]
         self._next_index = 0
+        self._lost_sample: str | None = None
         try:
             self.settings = self.config.settings()
             self.make_env()
@@ -169,6 +172,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
             seed=partial(seed_of, self.config.seed or 0, split),
             on_event=self._on_event,
         )
+        self._lost_sample = stats.last_error
         self._make_callback("on_sample_end", samples=episodes)
         self._log(episodes, stats)
         return episodes
@@ -191,9 +195,10 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     def sample_reply(self, prompt_indices: Sequence[int], evaluation: bool = False) -> Reply:
         """`sample` and `get_metrics` for the driver: a `Reply` with (episodes, metrics), never an exception."""
-        return self._reply(
+        reply = self._reply(
             lambda: (self.sample(prompt_indices=prompt_indices, evaluation=evaluation), self.get_metrics())
         )
+        return reply if reply.error is not None else replace(reply, lost_sample=self._lost_sample)
 
     def _reply(self, call: Any) -> Reply:
         try:

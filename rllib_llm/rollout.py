@@ -37,6 +37,13 @@ class RolloutStats:
     generate_seconds: float = 0.0
     errors: int = 0
     """episodes lost because an environment raised"""
+    last_error: str | None = None
+    """the last of them, in words"""
+
+    def lost(self, episodes: int, what: str) -> None:
+        self.errors += episodes
+        self.last_error = what
+        logger.warning(what)
 
 
 @dataclass
@@ -160,10 +167,8 @@ def _open(
             if len(prompt_ids) > max_prompt_tokens:
                 raise ValueError(f"the prompt has {len(prompt_ids)} tokens, {max_prompt_tokens} are allowed")
         except Exception as error:
-            stats.errors += group_size
-            logger.warning(
-                "problem %d is left out, its environment failed: %s: %s", index, type(error).__name__, error
-            )
+            reason = f"{type(error).__name__}: {error}"
+            stats.lost(group_size, f"problem {index} is left out, its environment failed: {reason}")
             continue
         is_chat = prompts[0].messages is not None
         group = [
@@ -213,11 +218,9 @@ def _answer(
     c.truncated = completion.finish_reason == "length"
     try:
         result = c.env.step(encoder.decode(completion.token_ids))
-        c.reward += float(result.reward)
-        if not np.isfinite(c.reward):
-            raise ValueError(f"the reward is {c.reward}")
+        c.reward = _finite("the reward", c.reward + float(result.reward))
         for name, value in result.rewards.items():
-            c.rewards[name] = c.rewards.get(name, 0.0) + float(value)
+            c.rewards[name] = _finite(f"reward {name!r}", c.rewards.get(name, 0.0) + float(value))
         c.info |= result.info
         c.done = bool(result.done) or c.turns >= max_turns
         if not c.done:
@@ -228,7 +231,13 @@ def _answer(
                 c.append(observation, [0.0] * len(observation), written_by_model=False)
     except Exception as error:
         c.done = c.failed = True
-        stats.errors += 1
-        logger.warning("an episode of problem %d is dropped: %s: %s", c.group_id, type(error).__name__, error)
+        stats.lost(1, f"an episode of problem {c.group_id} is dropped: {type(error).__name__}: {error}")
         return
     on_event("end" if c.done else "step", c)
+
+
+def _finite(what: str, value: float) -> float:
+    """`value`, if fp32 can hold it: advantages are fp32, and one infinite reward would spoil its whole group."""
+    if not abs(value) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{what} is {value}, not a finite fp32 number")
+    return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,14 @@ from rllib_llm.tracking.samples import report
 __all__ = ["GRPO"]
 
 logger = logging.getLogger(__name__)
+
+# Results whose keys depend on what the iteration met: buckets, environments, rewards by name.
+_SOMETIMES_MEASURED = (
+    (names.MISMATCH,),
+    (names.CORRECTION,),
+    (ENV_RUNNER_RESULTS, names.REWARDS),
+    (EVALUATION_RESULTS, ENV_RUNNER_RESULTS, names.REWARDS),
+)
 
 
 class GRPO(Durable):
@@ -128,8 +137,9 @@ class GRPO(Durable):
             raise NoSamplesError(
                 f"{self.consecutive_empty} iterations in a row gave no usable sample (rollout_config.max_empty_samples "
                 f"= {rollout.max_empty_samples}); refused because of their weights version: {collected.refused}, "
-                f"problems without an answer: {len(collected.lost)}. Last errors:\n"
-                + "\n".join(collected.errors[-2:] or ["none reported"])
+                f"problems without an answer: {len(collected.lost)}, groups dropped by dynamic sampling because "
+                f"their rewards were all equal: {collected.uninformative}. Last errors:\n"
+                + "\n".join([*collected.errors[-2:], *collected.lost_samples[-1:]] or ["none reported"])
             )
         return collected
 
@@ -143,8 +153,11 @@ class GRPO(Durable):
             rewards = rewards + overlong_penalty(lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
         if kl_is_reward(grpo) and advantage_kind(grpo) == "reinforce++":
             return rewards.float().numpy()  # normalised by the learners, once the KL is in
-        groups = torch.tensor([e.group_id for e in episodes])
-        return group_advantages(rewards, groups, advantage_kind(grpo)).numpy()
+        kind, groups = advantage_kind(grpo), torch.tensor([e.group_id for e in episodes])
+        if kind != "reinforce++" and len(groups.unique()) == len(groups):
+            # Reward errors left one answer of each group. The function refuses that; a run goes on and counts it.
+            return np.zeros(len(episodes), np.float32)
+        return group_advantages(rewards, groups, kind).numpy()
 
     def _learn(self, episodes: Sequence[TextEpisode], advantages: np.ndarray) -> None:
         config, group = self.config, self.learner_group
@@ -253,7 +266,8 @@ class GRPO(Durable):
             (names.NUM_EMPTY_SAMPLES, self.consecutive_empty + (not collected.episodes)),
             (
                 names.NUM_GROUPS_WITHOUT_SIGNAL,
-                collected.uninformative + groups_without_signal(collected.episodes),
+                collected.uninformative
+                + groups_without_signal(collected.episodes, advantage_kind(self.settings.grpo)),
             ),
         ):
             self.metrics.log_value(name, value, window=1)
@@ -263,6 +277,13 @@ class GRPO(Durable):
                 len(collected.errors),
                 collected.errors[-1],
             )
+        if collected.lost_samples:
+            lost = self.metrics.peek((ENV_RUNNER_RESULTS, names.NUM_REWARD_ERRORS), default=0)
+            logger.warning(
+                "%d sample(s) lost to errors of the environment, the last: %s",
+                lost,
+                collected.lost_samples[-1],
+            )
 
     @override(Algorithm)
     def _compile_iteration_results(self, *, train_results: Any, eval_results: Any) -> dict[str, Any]:
@@ -270,6 +291,11 @@ class GRPO(Durable):
         results = super()._compile_iteration_results(train_results=train_results, eval_results=eval_results)
         if not eval_results:
             results.pop(EVALUATION_RESULTS, None)
+        for path in _SOMETIMES_MEASURED:
+            *parents, last = path
+            parent = reduce(lambda tree, key: tree.get(key, {}), parents, results)
+            if last in parent:
+                parent[last] = _measured(parent[last])
         return results
 
     @override(Trainable)
@@ -293,6 +319,12 @@ class _SetState:
 
     def __call__(self, runner: Any) -> Any:
         return runner.set_state_reply(self.state)
+
+
+def _measured(tree: dict[str, Any]) -> dict[str, Any]:
+    """Without the NaN that RLlib reports for a metric of earlier iterations, and without what is then empty."""
+    kept = {k: _measured(v) if isinstance(v, dict) else v for k, v in tree.items()}
+    return {k: v for k, v in kept.items() if (bool(v) if isinstance(v, dict) else not np.isnan(v))}
 
 
 def _take_train_logprobs(learner: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.advantages import ADVANTAGE_KINDS
-from rllib_llm.corrections import KINDS, Correction, active_correction
+from rllib_llm.corrections import KINDS, Correction, active_correction, correction_violations
 from rllib_llm.losses import LOSSES, Loss, make_loss
 
 if TYPE_CHECKING:
@@ -70,10 +72,21 @@ def guarded_correction(settings: Settings) -> Correction | Any:
 def loss_violations(grpo: GRPOSettings, rollout: RolloutSettings) -> list[str]:
     """What is wrong with loss, advantages and correction, one sentence each."""
     violations = []
+    shadowed = sorted(grpo.loss_config.keys() & {f.name for f in fields(grpo)})
+    if (
+        shadowed
+    ):  # the loss would see the value, but nobody would build the reference or the entropy's gradient
+        violations.append(
+            f"grpo.loss_config sets {', '.join(shadowed)}: settings of training() itself, set them there."
+        )
     try:
         _loss(grpo, rollout)
     except ValueError as error:
         violations.append(f"grpo.loss = {grpo.loss!r}: {error}")
+    if kl_is_reward(grpo) and not 0.0 < grpo.kl_coeff < math.inf:
+        violations.append(f"grpo.kl_coeff = {grpo.kl_coeff} must be a finite number >= 0.")
+    if not math.isfinite(grpo.entropy_coeff):
+        violations.append(f"grpo.entropy_coeff = {grpo.entropy_coeff} must be a finite number.")
     if grpo.advantages is not None and grpo.advantages not in ADVANTAGE_KINDS:
         violations.append(
             f"grpo.advantages = {grpo.advantages!r} must be one of {', '.join(ADVANTAGE_KINDS)}."
@@ -91,4 +104,25 @@ def loss_violations(grpo: GRPOSettings, rollout: RolloutSettings) -> list[str]:
                 f"grpo.correction = {grpo.correction!r} must have a kind out of {', '.join(KINDS)}, and "
                 "optionally lower, upper and veto."
             )
+        else:
+            violations += [
+                f"grpo.{problem}." for problem in correction_violations(Correction(**grpo.correction))
+            ]
+    return violations + _sampling_violations(grpo, rollout)
+
+
+def _sampling_violations(grpo: GRPOSettings, rollout: RolloutSettings) -> list[str]:
+    if not grpo.dynamic_sampling:
+        return []
+    violations = []
+    if rollout.group_size < 2:
+        violations.append(
+            "grpo.dynamic_sampling keeps groups whose rewards differ, and with rollout_config.group_size = "
+            f"{rollout.group_size} there are none: use groups of at least 2, or no dynamic sampling."
+        )
+    if grpo.max_sample_rounds < 2:
+        violations.append(
+            f"grpo.max_sample_rounds = {grpo.max_sample_rounds} leaves dynamic_sampling no round to sample again in; "
+            "set it to 2 or more, or dynamic_sampling=False."
+        )
     return violations

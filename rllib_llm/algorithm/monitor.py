@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["Observation", "PrecisionHalt", "PrecisionMonitor"]
 
 
+_UNNAMED = "unnamed"
+
+
+def _environment(episode: TextEpisode) -> str:
+    """The task that the environment names in `info`, as one part of a metric's name."""
+    return str(episode.info.get("task") or _UNNAMED).replace("/", "_")
+
+
 class PrecisionHalt(RuntimeError):
     """The guard stopped training; the message says which side changed and where the checkpoint is."""
 
@@ -55,9 +63,9 @@ class PrecisionMonitor:
         lengths = torch.tensor([len(train_logprobs[i]) for i in order])
         sequence_ids = torch.repeat_interleave(torch.arange(len(order)), lengths)
         mask = torch.ones(len(train), dtype=torch.bool)
-        names = [str(episodes[i].info.get("task", "")) for i in order]
+        names = [_environment(episodes[i]) for i in order]
         monitor = MismatchMonitor()
-        monitor.add(train, rollout, mask, sequence_ids, names if len(set(names)) > 1 else None)
+        monitor.add(train, rollout, mask, sequence_ids, names if set(names) != {_UNNAMED} else None)
         mismatch = monitor.metrics()
         statistics: dict[str, float] = {}
         if correction is not None:

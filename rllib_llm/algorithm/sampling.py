@@ -40,6 +40,8 @@ class Collected:
     refused: int = 0
     lost: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    lost_samples: list[str] = field(default_factory=list)
+    """per runner call in which an environment raised: the last reason"""
     uninformative: int = 0
     rounds: int = 0
     seconds: float = 0.0
@@ -50,6 +52,7 @@ class Collected:
         self.refused += other.refused
         self.lost += other.lost
         self.errors += other.errors
+        self.lost_samples += other.lost_samples
 
 
 def dispatch(
@@ -90,6 +93,8 @@ def dispatch(
             out.refused += len(episodes) - len(usable)
             out.episodes += usable
             out.metrics.append(metrics)
+            if reply.lost_sample is not None:
+                out.lost_samples.append(reply.lost_sample)
     out.lost = sorted(todo)
     order = {index: i for i, index in enumerate(indices)}
     out.episodes.sort(key=lambda e: order[e.group_id])
@@ -145,9 +150,14 @@ def _restart(group: EnvRunnerGroup, runner: int) -> None:
         group._worker_manager.set_actor_state(runner, healthy=False)
 
 
-def groups_without_signal(episodes: Sequence[TextEpisode]) -> int:
-    """Groups whose rewards are all equal: their advantages are zero and they teach nothing."""
+def groups_without_signal(episodes: Sequence[TextEpisode], advantage_kind: str = "grpo") -> int:
+    """Groups that teach nothing because their advantages are all zero.
+
+    Those whose rewards are all equal; for "reinforce++", which compares over the batch, all groups or none.
+    """
     rewards = defaultdict(set)
     for episode in episodes:
         rewards[episode.group_id].add(episode.reward)
+    if advantage_kind == "reinforce++" and len(set().union(*rewards.values())) > 1:
+        return 0
     return sum(len(values) == 1 for values in rewards.values())
