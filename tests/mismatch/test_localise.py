@@ -19,8 +19,8 @@ from precision_kernels import Implementation, Quantised, bind, reference
 from precision_kernels.dispatch import _table
 from precision_policies import available, load_policy
 from rllib_llm.cli.main import main
-from rllib_llm.engines import SamplingParams, make_engine
-from rllib_llm.mismatch.localise import Localisation, compare_traces, ulps
+from rllib_llm.engines import EngineUnavailableError, SamplingParams, make_engine
+from rllib_llm.mismatch.localise import Localisation, compare_traces, localise, ulps
 from rllib_llm.mismatch.program import KINDS, body, head
 from rllib_llm.mismatch.trace import Recorder, TraceError
 from rllib_llm.mismatch.workload import ENGINE_SITE, Token, Workload, trace_learner, trace_rollout
@@ -91,8 +91,8 @@ ON_POLICY = [name for name in available() if load_policy(name).exactly_on_policy
 
 @pytest.mark.parametrize("name", [*ON_POLICY, "fp8 saved by the activation"])
 def test_every_on_policy_policy_can_be_traced(name: str) -> None:
-    """Other scale formats and saved formats call other operators around the compared ones; the learner's logits in chunks
-    of 3 rows change nothing either."""
+    """Other scale formats and saved formats call other operators around the compared ones; the learner's logits in
+    chunks of 3 rows change nothing either."""
     policy: Any = name
     if name not in ON_POLICY:
         policy = load_policy("unified-fp8").to_dict() | {"name": "saved"}
@@ -118,6 +118,17 @@ def test_prefill_alone_scores_the_prompts() -> None:
     assert by_site["log_probs"].tokens == sum(LENGTHS) - len(LENGTHS)
     assert by_site["model.norm"].tokens == sum(LENGTHS)
     assert ENGINE_SITE not in by_site
+    nothing_to_score = compared(model, engine, Workload.prompts_only([[7]]))
+    assert nothing_to_score.equal
+    assert "log_probs" not in {c.site for c in nothing_to_score.comparisons}
+
+
+def test_engines_out_of_reach_are_refused_by_name() -> None:
+    """Whether or not vLLM is installed, the error says what the tool cannot do and what to use."""
+    with pytest.raises(
+        EngineUnavailableError, match=r"'vllm' runs the model in a process of its own.*engine='torch'"
+    ):
+        localise("tiny-chain", "bf16", [[5, 6]], engine="vllm")
 
 
 def test_traces_travel_between_processes() -> None:
