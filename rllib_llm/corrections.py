@@ -33,10 +33,14 @@ from rllib_llm.losses.terms import bounded_exp, sequence_lengths, sequence_sums
 class CorrectionSpec(Protocol):
     """What `policy.correction` offers; see `Correction`."""
 
-    kind: str
-    lower: float | None
-    upper: float | None
-    veto: float | None
+    @property
+    def kind(self) -> str: ...
+    @property
+    def lower(self) -> float | None: ...
+    @property
+    def upper(self) -> float | None: ...
+    @property
+    def veto(self) -> float | None: ...
 
 
 @dataclass(frozen=True)

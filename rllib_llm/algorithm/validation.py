@@ -54,6 +54,11 @@ def config_violations(config: GRPOConfig) -> list[str]:
     violations += _rollout(parsed["rollout_config"])
     violations += _training(config, parsed["grpo"], parsed["rollout_config"])
     violations += _precision(parsed["precision_config"], parsed["rollout_config"])
+    if parsed["llm"].reference_path is not None and parsed["grpo"].kl_coeff == 0.0:
+        violations.append(
+            f"llm.reference_path = {parsed['llm'].reference_path!r} has no effect with grpo.kl_coeff = 0: set the "
+            "weight of the KL to that model."
+        )
     if not config.explore and not config.in_evaluation:
         violations.append(
             "explore = False: greedy answers of one group are all equal, there is nothing to learn from them."

@@ -78,4 +78,6 @@ def status_text(row: dict[str, float]) -> str:
         )
     if "env_runners/tokens_per_s" in row:
         parts.append(f"{row['env_runners/tokens_per_s'] / 1000:.1f}k tok/s")
+    if lost := row.get("env_runners/num_reward_errors_lifetime"):
+        parts.append(f"{lost:.0f} samples lost to reward errors")
     return " · ".join(parts)

@@ -9,6 +9,7 @@ from rllib_llm.cli import table
 REWARD = "env_runners/episode_return_mean"
 TOKENS_PER_S = "env_runners/tokens_per_s"
 EVAL_REWARD = "evaluation/env_runners/episode_return_mean"
+REWARD_ERRORS = "env_runners/num_reward_errors_lifetime"
 _LAST = 5  # iterations whose mean is called the last reward: one iteration's mean is noisy
 
 History = Sequence[dict[str, float]]
@@ -31,6 +32,7 @@ def closing_table(
             ("reward", reward_text(history)),
             ("held-out reward", _curve_text([row[EVAL_REWARD] for row in history if EVAL_REWARD in row])),
             ("sampling speed", _speed_text(history)),
+            *_lost(history),
             ("mismatch k3", _spread(history, "mismatch/k3")),
             ("mismatch mean |Δlogp|", _spread(history, "mismatch/mean_abs")),
             ("mismatch max |Δlogp|", _spread(history, "mismatch/max_abs")),
@@ -68,6 +70,12 @@ def _duration(history: History) -> str:
     seconds = sum(row.get("time_this_iter_s", 0.0) for row in history)
     minutes, rest = divmod(round(seconds), 60)
     return f"{int(history[-1]['training_iteration'])} iterations, {minutes} min {rest:02d} s of training"
+
+
+def _lost(history: History) -> list[tuple[str, str]]:
+    """A row of its own as soon as there is something to look into."""
+    lost = max((row.get(REWARD_ERRORS, 0.0) for row in history), default=0.0)
+    return [("lost to reward errors", f"{lost:.0f} samples")] if lost else []
 
 
 def _speed_text(history: History) -> str:

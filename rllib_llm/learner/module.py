@@ -14,7 +14,7 @@ from ray.rllib.utils.annotations import override
 
 from precision_policies import load_policy
 from rllib_llm.models.causal_lm import CausalLM
-from rllib_llm.models.checkpoint import load_pretrained
+from rllib_llm.models.checkpoint import load_pretrained, load_tokenizer
 
 __all__ = ["CausalLMModule"]
 
@@ -50,7 +50,10 @@ class CausalLMModule(TorchRLModule):
         # nor exported; it is read from its directory again.
         self._reference: list[CausalLM] = []
         if self.model_config["needs_reference"]:
-            reference = load_pretrained(llm["reference_path"] or llm["path"], self.policy, side="train")
+            path = llm["reference_path"] or llm["path"]
+            reference = load_pretrained(path, self.policy, side="train")
+            if path != llm["path"]:
+                _require_same_tokens(llm["path"], path)
             self._reference.append(reference.requires_grad_(False).eval())
 
     @property
@@ -134,6 +137,20 @@ class CausalLMModule(TorchRLModule):
             filesystem, path = pyarrow.fs.FileSystem.from_uri(str(path))
         with filesystem.open_input_stream((pathlib.Path(path) / WEIGHTS_FILE).as_posix()) as file:
             self.set_state(safetensors.torch.load(file.read()))
+
+
+def _require_same_tokens(path: str, reference_path: str) -> None:
+    """A KL compares log-probs of token ids, so ids must mean the same text to both models (padding rows may differ)."""
+    own, other = (load_tokenizer(p).get_vocab() for p in (path, reference_path))
+    if own != other:
+        example = next(
+            token for token in sorted(own.keys() | other.keys()) if own.get(token) != other.get(token)
+        )
+        raise ValueError(
+            f"llm.reference_path = {reference_path!r} has another vocabulary than llm.path = {path!r}: token "
+            f"{example!r} is {other.get(example)} there and {own.get(example)} here, so a KL between the two has no "
+            "meaning. Use a reference with the same tokenizer."
+        )
 
 
 def score(

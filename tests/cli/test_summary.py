@@ -80,6 +80,15 @@ def test_status_line_leaves_out_what_is_missing():
     assert status_text({"training_iteration": 1.0}) == ""
 
 
+def test_samples_lost_to_reward_errors_are_shown():
+    """Errors of reward functions stand in the progress line and in the closing table, and only if there were some."""
+    lost = row(2, 0.2) | {"env_runners/num_reward_errors_lifetime": 12.0}
+    assert status_text(lost).endswith("4.0k tok/s · 12 samples lost to reward errors")
+    assert "lost to reward errors  12 samples" in table([row(1, 0.1), lost])
+    none = row(2, 0.2) | {"env_runners/num_reward_errors_lifetime": 0.0}
+    assert "lost" not in status_text(none) + table([row(1, 0.1), none])
+
+
 def test_history_takes_the_later_row_of_a_repeated_iteration(tmp_path):
     """After a resume, iterations that were run twice count once, as they were run last."""
     (tmp_path / "metrics.jsonl").write_text(

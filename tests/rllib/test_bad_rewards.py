@@ -156,3 +156,16 @@ def test_dynamic_sampling_of_single_answers_is_refused(toy_config: Make) -> None
     config = toy_config(group_size=1).training(loss="reinforce++", dynamic_sampling=True)
     with pytest.raises(ValueError, match="dynamic_sampling keeps groups whose rewards differ"):
         config.validate()
+
+
+def test_a_reference_without_a_weight_is_refused(toy_config: Make, toy_model: str) -> None:
+    """A reference model that no KL term reads would only cost its memory."""
+    with pytest.raises(ValueError, match="has no effect with grpo.kl_coeff = 0"):
+        toy_config().model(toy_model, reference_path="tiny-chain").validate()
+
+
+def test_a_reference_with_another_vocabulary_is_refused(toy_config: Make, toy_model: str) -> None:
+    """Token ids of one model mean nothing to a model with another tokenizer; the error shows a token that differs."""
+    config = toy_config().model(toy_model, reference_path="tiny-chain").training(kl_coeff=0.1)
+    with pytest.raises(ValueError, match="has another vocabulary than llm.path"):
+        config.build_algo()

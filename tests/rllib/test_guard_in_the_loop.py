@@ -13,7 +13,12 @@ import torch
 from precision_policies import load_policy
 from rllib_llm import GRPO
 from rllib_llm import metric_names as names
+from rllib_llm.algorithm.fleet import call_runners
 from rllib_llm.algorithm.monitor import PrecisionHalt
+from rllib_llm.env_runner import Reply
+from rllib_llm.models import build_model
+from rllib_llm.models.checkpoint import load_pretrained
+from rllib_llm.sync.export import export_weights
 
 Make = Callable[..., Any]
 
@@ -76,3 +81,30 @@ def test_correct_switches_a_correction_on_and_keeps_it(
     assert other.train()[names.PRECISION][names.CORRECTION_ACTIVE] == 1.0
     assert other.learner_group._learner.forced_correction is not None
     other.stop()
+
+
+def requantise(runner: Any) -> Reply:
+    """vLLM's default on Hopper: the engine goes on with power-of-two (UE8M0) scales for weights and activations."""
+    other, lm = load_policy("unified-fp8-ue8m0"), runner.engine.model
+    trained = load_pretrained(runner.settings.model.path, other, side="train")
+    replacement = build_model(lm.config, other, "rollout")
+    replacement.load_rollout_tensors((n, t.unpack()) for n, t in export_weights(trained, 1).tensors.items())
+    runner.engine._model = replacement
+    return Reply(runner.worker_index)
+
+
+@pytest.mark.parametrize("runners", [0, 2])
+def test_an_engine_with_ue8m0_scales_halts_training_and_is_named(
+    build: Make, toy_config: Make, runners: int
+) -> None:
+    """The fault enters one runner after its receipt: that side is named as changed, the others as unchanged."""
+    algo = build(toy_config("unified-fp8").env_runners(num_env_runners=runners))
+    faulty = runners  # the local runner is 0, remote ones are 1, 2
+    call_runners(algo.env_runner_group, requantise, [faulty])
+    with pytest.raises(PrecisionHalt) as error:
+        algo.train()
+    text = str(error.value)
+    assert f"rollout/{faulty} side: CHANGED: plan_hash" in text
+    assert f"rollout/{faulty}: holds OTHER BYTES than were sent" in text
+    assert "train side: unchanged" in text
+    assert ("rollout/1 side: unchanged" in text) == (runners == 2)
