@@ -7,6 +7,7 @@ label. Here every runner confirms version and hashes of what it holds, or the pu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -81,11 +82,17 @@ class WeightSync:
         self.check_contract(group, runner_ids)
 
     def check_contract(self, group: EnvRunnerGroup, runner_ids: Sequence[int] | None = None) -> None:
-        """Compares the attestation of each runner with the learner's."""
+        """Compares the attestation of each runner with the learner's, and the weights it holds with those sent.
+
+        A receipt is what an engine says on taking an update; the attestation hashes what it then computes with.
+        """
         if self._train_side is None:
             self._train_side = self._from_learner(lambda learner: learner.attest())
+        train = self._train_side
+        if self._sent is not None:
+            train = dataclasses.replace(train, weights=dict(self._sent.hashes))
         for attestation in self._attestations(group, runner_ids).values():
-            compare_attestations(self.policy, self._train_side, attestation)
+            compare_attestations(self.policy, train, attestation)
 
     def evidence(self, group: EnvRunnerGroup) -> Evidence:
         """Fresh statements of all sides, for the guard's question who changed."""

@@ -110,6 +110,22 @@ def test_a_push_under_a_stale_version_is_an_error(build: Make) -> None:
         algo.train()
 
 
+def test_a_receipt_that_hides_other_bytes_is_an_error(build: Make) -> None:
+    """What a runner attests that it holds is compared with what was sent, whatever its receipt said."""
+    algo = build()
+    engine = algo.env_runner.engine
+    apply, norm = engine.update_weights, engine.model.get_buffer("model.norm.weight")
+
+    def change_afterwards(update: Any) -> Any:
+        receipt = apply(update)
+        norm.mul_(2.0)
+        return receipt
+
+    engine.update_weights = change_afterwards
+    with pytest.raises(PrecisionMismatchError, match=r"weights\.model\.norm\.weight"):
+        algo.train()
+
+
 def test_weights_never_travel_by_rllibs_sync(build: Make) -> None:
     """RLlib's own sync carries no weights, and a runner refuses them in a state message."""
     algo = build()
