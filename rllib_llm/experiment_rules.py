@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rllib_llm.experiment import Experiment
@@ -53,7 +53,7 @@ def experiment_violations(experiment: Experiment) -> list[str]:
     """
     problems = []
     for key, smallest in _SMALLEST.items():
-        value = experiment
+        value: Any = experiment
         for part in key.split("."):
             value = getattr(value, part)
         if value is not None and value < smallest:

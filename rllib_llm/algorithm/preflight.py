@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from rllib_llm.engines.factory import missing_engine
 from rllib_llm.envs import make_env
-from rllib_llm.models.checkpoint import load_tokenizer
+from rllib_llm.models.checkpoint import check_weights, load_config, load_tokenizer
 from rllib_llm.models.paths import resolve_model_path
+from rllib_llm.models.safetensor_files import CheckpointError
 from rllib_llm.prompting import PromptEncoder
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ __all__ = ["preflight"]
 
 
 def preflight(config: GRPOConfig) -> None:
-    """Makes the environment, its first problem and its prompt's tokens.
+    """Makes the environment, its first problem and its prompt's tokens; compares weight files with their config.
 
     An exception in an actor's constructor would reach the user as "IndexError: list index out of range".
     """
@@ -29,4 +30,12 @@ def preflight(config: GRPOConfig) -> None:
     factory = make_env(config.env, dict(config.env_config), split="train", seed=config.seed or 0)
     prompt = factory().reset(0)
     assert settings.model.path is not None, "validate() requires a path"
-    PromptEncoder(load_tokenizer(resolve_model_path(settings.model.path))).encode(prompt)
+    for directory in filter(None, (settings.model.path, settings.model.reference_path)):
+        check_weights(directory, settings.policy)
+    path = resolve_model_path(settings.model.path)
+    ids, vocabulary = PromptEncoder(load_tokenizer(path)).encode(prompt), load_config(path).vocab_size
+    if max(ids) >= vocabulary:
+        raise CheckpointError(
+            f"{path}: the tokenizer writes the first prompt with token id {max(ids)}, config.json says vocab_size = "
+            f"{vocabulary}: the tokenizer's files are those of another model."
+        )

@@ -14,14 +14,21 @@ TRACKING_FILE = "tracking.json"
 
 
 def new_directory(experiment: Experiment, policy: str) -> Path:
-    """An absolute directory that does not exist yet: ``results/quickstart-unified-fp8-20260101-120000``."""
+    """Make an absolute directory that did not exist yet: ``results/quickstart-unified-fp8-20260101-120000``.
+
+    Raises ExperimentError where it cannot be made.
+    """
     stem = f"{experiment.name}-{policy}-{time.strftime('%Y%m%d-%H%M%S')}"
     parent = Path(experiment.run.directory).expanduser().absolute()
     number, path = 1, parent / stem
     while path.exists():
         number += 1
         path = parent / f"{stem}-{number}"
-    path.mkdir(parents=True)
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        problem = f"run.directory = {experiment.run.directory!r}: cannot make {path}: {error.strerror}."
+        raise ExperimentError(f"experiment {experiment.name!r}", [problem]) from error
     return path
 
 

@@ -68,12 +68,16 @@ def _input_errors() -> tuple[type[Exception], ...]:
     from rllib_llm.engines.base import EngineUnavailableError
     from rllib_llm.envs import EnvConfigError
     from rllib_llm.experiment import ExperimentError
+    from rllib_llm.models.architecture import ArchitectureError
+    from rllib_llm.models.safetensor_files import CheckpointError
     from rllib_llm.tracking.store import TrackingUnavailableError
 
     return (
         PolicyError,
         PrecisionChangeError,
         ExperimentError,
+        ArchitectureError,
+        CheckpointError,
         EnvConfigError,
         EngineUnavailableError,
         TrackingUnavailableError,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from precision_policies import load_policy
+from precision_policies import Plan, load_policy
 from rllib_llm.attest import prepare_process
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.causal_lm import CausalLM, build_model
@@ -100,7 +100,7 @@ def load_pretrained(
     built = build_model(load_config(path), policy, side, gradient_checkpointing=gradient_checkpointing)
     built.source_path = path
     files = tensor_files(path)
-    names = _check_names(built, path, files)
+    names = _check_names(built.plan, built.architecture, path, files)
     if side == "train":
         parameters = dict(built.named_parameters())
         with torch.no_grad():
@@ -124,10 +124,21 @@ def _rollout_stream(
             yield f"{module}.{part}", value
 
 
-def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape of every tensor of a checkpoint of this model."""
+def check_weights(model: str | os.PathLike[str], policy: Any) -> None:
+    """Compare what a directory's weight files say that they hold with its config.json, without loading the model.
+
+    Raises as `load_pretrained` does.
+    """
+    path = resolve_model_path(model)
+    config = load_config(path)
+    architecture = Architecture.from_config(config)
+    _check_names(load_policy(policy).resolve(config), architecture, path, tensor_files(path))
+
+
+def parameter_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """HF name -> shape of every tensor of a checkpoint of the planned model."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for row in model.plan.modules:
+    for row in plan.modules:
         if row.tied_to is None:
             shapes[f"{row.name}.weight"] = tuple(row.shape)
             if row.bias:
@@ -135,10 +146,10 @@ def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_names(model: CausalLM, path: Path, files: Mapping[str, Path]) -> list[str]:
+def _check_names(plan: Plan, architecture: Architecture, path: Path, files: Mapping[str, Path]) -> list[str]:
     """Names to read. CheckpointError lists all missing, unexpected and misshapen tensors."""
-    expected, found = parameter_shapes(model), tensor_shapes(files)
-    tied = model.architecture.tied
+    expected, found = parameter_shapes(plan), tensor_shapes(files)
+    tied = architecture.tied
     extra = [
         name
         for name in sorted(set(found) - set(expected))
@@ -147,9 +158,7 @@ def _check_names(model: CausalLM, path: Path, files: Mapping[str, Path]) -> list
     problems = [
         f"{name}: missing (shape {list(expected[name])})" for name in sorted(set(expected) - set(found))
     ]
-    problems += [
-        f"{name}: not part of a {model.architecture.model_type} model of this config" for name in extra
-    ]
+    problems += [f"{name}: not part of a {architecture.model_type} model of this config" for name in extra]
     problems += [
         f"{name}: shape {list(found[name])}, the config says {list(shape)}"
         for name, shape in sorted(expected.items())

@@ -1,11 +1,15 @@
 """The console script: help everywhere, exit status 2 with words for bad input, and useful lists."""
 
 import argparse
+import json
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rllib_llm.cli import main
 from rllib_llm.cli.main import build_parser
+from rllib_llm.models.paths import resolve_model_path
 
 
 def all_parsers(parser, path=()):
@@ -44,6 +48,10 @@ def test_every_command_has_help(capsys):
         (["train", "--resume", "/nowhere"], "no experiment.yaml here or above"),
         (["train", "quickstart", "--resume", "/nowhere"], "drop quickstart"),
         (["eval", "/nowhere"], "no complete checkpoint"),
+        (
+            ["train", "quickstart", "run.directory=/proc/nowhere"],
+            "run.directory = '/proc/nowhere': cannot make",
+        ),
         (["config", "keys", "zzz"], "no key begins with 'zzz'"),
         (["tracking", "send", "/nowhere.jsonl"], "nowhere.jsonl"),
     ],
@@ -98,3 +106,43 @@ def test_lists_name_what_there_is(capsys):
         "reasoning_gym",
     ):
         assert word in output
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda d: (d / "model.safetensors").unlink(), "holds no weights"),
+        (lambda d: _cut(d / "model.safetensors"), "not a readable safetensors file"),
+        (lambda d: _drop_tensor(d / "model.safetensors", "model.norm.weight"), "model.norm.weight: missing"),
+        (lambda d: _raise_token_ids(d / "tokenizer.json"), "config.json says vocab_size = 128"),
+    ],
+)
+def test_a_damaged_model_is_refused_before_anything_starts(damage, words, capsys, tmp_path, monkeypatch):
+    """Weights that are missing, cut or of another shape, and a foreign tokenizer, end with status 2 and no trial."""
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model_path("tiny-chain"), model)
+    damage(model)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "quickstart", f"model={model}"]) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def _cut(file):
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def _drop_tensor(file, name):
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _raise_token_ids(file):
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    tokenizer["model"]["vocab"] = {
+        token: i if token in special else i + 128 for token, i in vocabulary.items()
+    }
+    file.write_text(json.dumps(tokenizer))
