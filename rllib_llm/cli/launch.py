@@ -28,9 +28,6 @@ _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_AUTH_MODE": "disabled",
-    # Threads of torch that wait must not spin: on two busy cores an iteration of the quickstart took 75 s with two
-    # spinning threads, 4.9 s with two sleeping ones, 5.5 s with one.
-    "OMP_WAIT_POLICY": "PASSIVE",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
