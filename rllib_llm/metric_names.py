@@ -32,11 +32,14 @@ NUM_REWARD_ERRORS_LIFETIME = "num_reward_errors_lifetime"
 REWARDS = "rewards"  # env_runners/rewards/<name>: mean of each named reward part
 
 # Top level counters written by the Algorithm
-NUM_GROUPS_WITHOUT_SIGNAL = "num_groups_without_signal"  # all rewards of the group equal: advantage 0
+NUM_GROUPS_WITHOUT_SIGNAL = "num_groups_without_signal"  # all advantages of the group are 0: rewards equal
 NUM_SAMPLES_REFUSED = "num_samples_refused"  # sampled with weights other than the pushed ones
 NUM_PROMPTS_LOST = "num_prompts_lost"  # prompts no healthy runner could answer
 NUM_EMPTY_SAMPLES = "num_consecutive_empty_samples"
 NUM_SAMPLE_ROUNDS = "num_sample_rounds"
+OVERLONG_PENALTY_MEAN = (
+    "overlong_penalty_mean"  # <= 0, only with overlong_buffer; episode returns are without it
+)
 
 # learners/default_policy/…
 LOSS = "loss"

@@ -150,7 +150,9 @@ class GRPO(Durable):
         if grpo.overlong_buffer:
             lengths = torch.tensor([e.num_trained_tokens for e in episodes])
             limit = rollout.max_new_tokens * rollout.max_turns
-            rewards = rewards + overlong_penalty(lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
+            penalty = overlong_penalty(lengths, limit, grpo.overlong_buffer, grpo.overlong_penalty)
+            self.metrics.log_value(names.OVERLONG_PENALTY_MEAN, float(penalty.mean()), window=1)
+            rewards = rewards + penalty
         if kl_is_reward(grpo) and advantage_kind(grpo) == "reinforce++":
             return rewards.float().numpy()  # normalised by the learners, once the KL is in
         kind, groups = advantage_kind(grpo), torch.tensor([e.group_id for e in episodes])

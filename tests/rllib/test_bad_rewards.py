@@ -122,6 +122,17 @@ def test_results_hold_what_this_iteration_measured_and_no_nan(build: Make) -> No
         assert not any(math.isnan(v) for v in flat(got[names.MISMATCH]).values())
 
 
+def test_the_overlong_penalty_is_reported_beside_the_reward(build: Make, toy_config: Make) -> None:
+    """Its mean over the episodes is a metric of its own; the episode return stays what the environment paid."""
+    algo = build(toy_config().training(overlong_buffer=3, overlong_penalty=0.5))
+    got = algo.train()
+    lengths = [e.num_trained_tokens for e in algo.last_episodes]
+    expected = sum(-0.5 * max(0, n - 1) / 3 for n in lengths) / len(lengths)
+    assert got[names.OVERLONG_PENALTY_MEAN] == pytest.approx(expected)
+    returns = [e.reward for e in algo.last_episodes]
+    assert got[names.ENV_RUNNERS][names.EPISODE_RETURN_MEAN] == pytest.approx(sum(returns) / len(returns))
+
+
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, float]:
     out: dict[str, float] = {}
     for key, value in tree.items():
@@ -160,12 +171,12 @@ def test_dynamic_sampling_of_single_answers_is_refused(toy_config: Make) -> None
 
 def test_a_reference_without_a_weight_is_refused(toy_config: Make, toy_model: str) -> None:
     """A reference model that no KL term reads would only cost its memory."""
-    with pytest.raises(ValueError, match="has no effect with grpo.kl_coeff = 0"):
+    with pytest.raises(ValueError, match=r"has no effect with grpo.kl_coeff = 0"):
         toy_config().model(toy_model, reference_path="tiny-chain").validate()
 
 
 def test_a_reference_with_another_vocabulary_is_refused(toy_config: Make, toy_model: str) -> None:
     """Token ids of one model mean nothing to a model with another tokenizer; the error shows a token that differs."""
     config = toy_config().model(toy_model, reference_path="tiny-chain").training(kl_coeff=0.1)
-    with pytest.raises(ValueError, match="has another vocabulary than llm.path"):
+    with pytest.raises(ValueError, match=r"has another vocabulary than llm.path"):
         config.build_algo()
