@@ -24,6 +24,7 @@ __all__ = [
     "defaults",
     "describe",
     "parse",
+    "parse_rest",
 ]
 
 S = TypeVar("S")
@@ -175,6 +176,14 @@ def parse(cls: type[S], values: dict[str, Any], prefix: str) -> tuple[S | None, 
         else:
             known[key] = converted
     return (None, violations) if violations else (cls(**known), [])
+
+
+def parse_rest(cls: type[S], values: dict[str, Any]) -> tuple[S, set[str]]:
+    """(`cls` from the entries that `parse` accepts, the names of those that it does not)."""
+    bad = {key for key, value in values.items() if parse(cls, {key: value}, "")[0] is None}
+    rest, _ = parse(cls, {key: value for key, value in values.items() if key not in bad}, "")
+    assert rest is not None, "each entry was accepted"
+    return rest, bad
 
 
 _ILL_TYPED = object()

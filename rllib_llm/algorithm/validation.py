@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from precision_policies import PolicyError, load_policy
-from rllib_llm.algorithm.settings import GROUPS, closest, parse
+from rllib_llm.algorithm.settings import GROUPS, closest, parse, parse_rest
 
 if TYPE_CHECKING:
     from rllib_llm.algorithm.config import GRPOConfig
@@ -45,20 +46,19 @@ def config_violations(config: GRPOConfig) -> list[str]:
                 f"{shown} = {config.__dict__[name]!r} has no effect in {type(config).__name__}; use {instead}."
             )
     parsed: dict[str, Any] = {}
+    ill_typed: set[str] = set()
     for group, cls in GROUPS.items():
         parsed[group], found = parse(cls, getattr(config, group), group)
         violations += found
-    if None in parsed.values():
-        return violations
-    violations += _model(parsed["llm"])
-    violations += _rollout(parsed["rollout_config"])
-    violations += _training(config, parsed["grpo"], parsed["rollout_config"])
-    violations += _precision(parsed["precision_config"], parsed["rollout_config"])
-    if parsed["llm"].reference_path is not None and parsed["grpo"].kl_coeff == 0.0:
-        violations.append(
-            f"llm.reference_path = {parsed['llm'].reference_path!r} has no effect with grpo.kl_coeff = 0: set the "
-            "weight of the KL to that model."
-        )
+        if parsed[group] is None:
+            parsed[group], bad = parse_rest(cls, getattr(config, group))
+            ill_typed |= bad
+    further = _model(parsed["llm"])
+    further += _rollout(parsed["rollout_config"])
+    further += _training(config, parsed["grpo"], parsed["rollout_config"])
+    further += _precision(parsed["precision_config"], parsed["rollout_config"])
+    # what speaks of an ill-typed setting speaks of its default, which nobody chose
+    violations += [text for text in further if ill_typed.isdisjoint(re.findall(r"\w+", text))]
     if not config.explore and not config.in_evaluation:
         violations.append(
             "explore = False: greedy answers of one group are all equal, there is nothing to learn from them."

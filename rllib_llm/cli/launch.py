@@ -52,14 +52,18 @@ class Outcome:
 def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Path | None = None) -> Outcome:
     """Train. With `checkpoint`, go on from it in the same `directory`.
 
-    Raises ExperimentError for a config that cannot run or that asks for more than Ray has, EnvConfigError and
-    EngineUnavailableError for an environment or engine that cannot be made, TrackingUnavailableError where tracking is
-    on and MLflow is missing; nothing was started then. Errors inside the trial are an Outcome with status "failed".
+    Raises ExperimentError for a config that cannot run or that asks for more than Ray has, EnvConfigError,
+    EngineUnavailableError, CheckpointError and TrackingUnavailableError for an environment, engine, model or tracking
+    store that cannot be used; nothing was started then. Errors inside the trial are an Outcome with status "failed".
     """
     from rllib_llm.algorithm.preflight import preflight
 
     config = experiment.to_grpo_config()
     preflight(config)
+    if experiment.tracking.enabled:
+        from rllib_llm.tracking.store import store_address
+
+        store_address(experiment.tracking.uri)
     policy = config.settings().policy
     directory = directory or new_directory(experiment, policy.name)
     (directory / EXPERIMENT_FILE).write_text(experiment.to_yaml(), encoding="utf-8")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from rllib_llm.tracking.delivery import Delivery, DeliveryReport, now_ms
 from rllib_llm.tracking.plots import save_plots
 from rllib_llm.tracking.provenance import provenance_tags
 from rllib_llm.tracking.samples import ATTESTATIONS, samples_table
-from rllib_llm.tracking.store import DEFAULT_STORE, MLflowStore, Operation, require_mlflow, resolve_uri
+from rllib_llm.tracking.store import MLflowStore, Operation, store_address
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +73,7 @@ class MLflowCallback(tune.Callback):
         run_ids: Mapping[str, str] | None = None,
         close_timeout_s: float = 30.0,
     ) -> None:
-        require_mlflow()
-        self.tracking_uri = resolve_uri(
-            tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_STORE
-        )
+        self.tracking_uri = store_address(tracking_uri)
         self.experiment_name = experiment_name
         self.report: DeliveryReport | None = None
         self.problems: list[str] = []

@@ -10,6 +10,7 @@ from typing import Any
 from rllib_llm.tracking import entries
 
 DEFAULT_STORE = "sqlite:///mlflow.db"
+_CONTACTED_LATER = ("sqlite", "postgresql", "mysql", "mssql", "http", "https")
 # MLflow's own retries keep a request up for minutes; ours come from the delivery thread, which can be stopped. Its
 # progress bar for artefacts would be drawn over ours.
 _MLFLOW_DEFAULTS = {
@@ -20,7 +21,7 @@ _MLFLOW_DEFAULTS = {
 
 
 class TrackingUnavailableError(RuntimeError):
-    """MLflow is not installed although tracking is switched on."""
+    """Tracking is switched on, and MLflow is not installed or knows no store of the address given."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,29 @@ def require_mlflow() -> None:
             "tracking is switched on but MLflow cannot be imported "
             f"({error}). Install it with `pip install 'rllib-llm[mlflow]'`, or set tracking.enabled=false."
         ) from error
+
+
+def store_address(uri: str | None) -> str:
+    """The address to use for `uri`; None takes ``MLFLOW_TRACKING_URI``, else DEFAULT_STORE.
+
+    Databases and servers are not contacted: one that is down now may be up when the first write is delivered. Raises
+    TrackingUnavailableError for an address of any other kind that MLflow cannot use.
+    """
+    require_mlflow()
+    address = resolve_uri(uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_STORE)
+    scheme = address.partition("://")[0] if "://" in address else ""
+    if scheme.partition("+")[0] in _CONTACTED_LATER:
+        return address
+    from mlflow import MlflowClient
+
+    try:
+        MlflowClient(tracking_uri=address)
+    except Exception as error:
+        raise TrackingUnavailableError(
+            f"tracking.uri = {address!r}: MLflow cannot use it ({str(error).strip().splitlines()[0][:300]}). Give a "
+            "database (sqlite:///mlflow.db) or a server (http://host:port), or set tracking.enabled=false."
+        ) from error
+    return address
 
 
 def resolve_uri(uri: str) -> str:

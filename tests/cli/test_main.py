@@ -52,6 +52,10 @@ def test_every_command_has_help(capsys):
             ["train", "quickstart", "run.directory=/proc/nowhere"],
             "run.directory = '/proc/nowhere': cannot make",
         ),
+        (
+            ["train", "quickstart", "tracking.uri=htp://host:5000"],
+            "tracking.uri = 'htp://host:5000': MLflow cannot",
+        ),
         (["config", "keys", "zzz"], "no key begins with 'zzz'"),
         (["tracking", "send", "/nowhere.jsonl"], "nowhere.jsonl"),
     ],

@@ -133,6 +133,23 @@ def test_all_violations_are_listed_at_once(toy_config: Make) -> None:
         assert part in text, part
 
 
+def test_an_ill_typed_setting_hides_no_other_problem(toy_config: Make) -> None:
+    """Values are checked although another has a wrong type; nothing is said about the default of that one."""
+    config = toy_config(group_size="4", temperature=-1.0).precision("nope")
+    config.update_from_dict({"grpo/clip_hihg": 1.0}).training(minibatches_per_epoch=0)
+    text = problems(config)
+    for part in (
+        "group_size = '4' must be int",
+        "temperature = -1.0",
+        "nope",
+        "clip_hihg",
+        "minibatches_per_epoch = 0",
+    ):
+        assert part in text, part
+    config = toy_config(group_size="4").training(minibatches_per_epoch=5)
+    assert problems(config).count("group_size") == 1
+
+
 def test_a_path_is_required() -> None:
     """Without a model the error says how to set one."""
     assert ".model('tiny-chain')" in problems(GRPOConfig())
