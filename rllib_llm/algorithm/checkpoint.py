@@ -20,11 +20,13 @@ __all__ = [
     "precision_metadata",
     "read_metadata",
     "refuse_other_policy",
+    "seal",
     "verify_files",
 ]
 
 METADATA_FILE = "rllib_checkpoint.json"  # RLlib's name for the metadata of an Algorithm
 METADATA_KEY = "rllib_llm"
+SIZES_FILE = "rllib_llm_file_sizes.json"
 _LEARNER = pathlib.PurePosixPath(COMPONENT_LEARNER_GROUP) / COMPONENT_LEARNER
 REQUIRED_FILES = (
     METADATA_FILE,
@@ -82,23 +84,57 @@ def read_metadata(path: str, filesystem: Any = None) -> dict[str, Any]:
     return metadata[METADATA_KEY]
 
 
-def verify_files(path: str, filesystem: Any = None) -> None:
-    """Raises CheckpointError naming every required file that is missing or empty.
+def seal(path: str, filesystem: Any = None) -> None:
+    """Writes the sizes of all files of a checkpoint into SIZES_FILE; the last step of saving."""
+    fs, root = _open(path, filesystem)
+    found = fs.get_file_info(pyarrow.fs.FileSelector(root.as_posix(), recursive=True))
+    files = {pathlib.PurePosixPath(info.path): info.size for info in found if info.is_file}
+    sizes = {
+        file.relative_to(root).as_posix(): size for file, size in files.items() if file.name != SIZES_FILE
+    }
+    with fs.open_output_stream((root / SIZES_FILE).as_posix()) as stream:
+        stream.write(json.dumps(sizes, indent=1, sort_keys=True).encode())
 
-    RLlib ignores the outcome of the remote learner's save; one that raised leaves a checkpoint without weights.
+
+def verify_files(path: str, filesystem: Any = None) -> None:
+    """Raises CheckpointError naming every required file that is missing or empty, and every one of another size than
+    when it was written.
+
+    RLlib ignores the outcome of the remote learner's save; one that raised leaves a checkpoint without weights. A
+    full disk, or a process killed while it copied, leaves files without their end.
     """
     fs, root = _open(path, filesystem)
-    missing = []
-    for name in REQUIRED_FILES:
-        stem = (root / name).as_posix()
-        candidates = [stem, stem.removesuffix(".pkl") + ".msgpack"] if stem.endswith(".pkl") else [stem]
-        if not any(info.size for info in fs.get_file_info(candidates)):
-            missing.append(name)
-    if missing:
+    written = _sizes_written(fs, root)
+    either = {name: (name, name.removesuffix(".pkl") + ".msgpack") for name in REQUIRED_FILES}
+    names = sorted({*written, *(name for pair in either.values() for name in pair)})
+    infos = fs.get_file_info([(root / name).as_posix() for name in names])
+    found = {name: info.size for name, info in zip(names, infos, strict=True) if info.size}
+    lost = [name for name, pair in either.items() if found.keys().isdisjoint(pair)]
+    lost += [name for name, size in written.items() if size and name not in found and name not in either]
+    problems = [f"{name} is missing or empty" for name in lost]
+    problems += [
+        f"{name} has {found[name]} bytes, written were {size}"
+        for name, size in written.items()
+        if name in found and found[name] != size
+    ]
+    if problems:
         raise CheckpointError(
-            f"checkpoint {root} is incomplete: missing or empty: {', '.join(missing)}. The learner failed while saving "
-            "(its own log has the reason); do not restore from this directory."
+            f"checkpoint {root} is incomplete: {', '.join(problems)}. The learner failed while saving (its own log has "
+            "the reason), the disk was full, or the process was ended; do not restore from this directory."
         )
+
+
+def _sizes_written(fs: Any, root: pathlib.PurePosixPath) -> dict[str, int]:
+    """Content of SIZES_FILE; empty where there is none, as in checkpoints from before there was one."""
+    file = (root / SIZES_FILE).as_posix()
+    if fs.get_file_info(file).type == pyarrow.fs.FileType.NotFound:
+        return {}
+    with fs.open_input_stream(file) as stream:
+        text = stream.read()
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {root} is incomplete: {SIZES_FILE} is cut off.") from error
 
 
 def refuse_other_policy(saved: dict[str, Any], policy: PrecisionPolicy, allow: bool, path: str) -> bool:

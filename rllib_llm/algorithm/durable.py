@@ -12,6 +12,7 @@ from rllib_llm.algorithm.checkpoint import (
     precision_metadata,
     read_metadata,
     refuse_other_policy,
+    seal,
     verify_files,
 )
 from rllib_llm.algorithm.fleet import call_runners, runner_ids
@@ -48,6 +49,7 @@ class Durable(Algorithm):
         """
         path = path if filesystem is not None else absolute(path)
         out = super().save_to_path(path, state=state, filesystem=filesystem, use_msgpack=use_msgpack)
+        seal(out, filesystem)
         verify_files(out, filesystem)
         return out
 

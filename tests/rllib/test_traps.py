@@ -178,15 +178,21 @@ def test_a_learner_that_fails_to_save_fails_the_checkpoint(
         algo.save_to_path(tmp_path / "c")
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "learner/state.pkl", "algorithm_state.pkl"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "learner/state.pkl", "algorithm_state.pkl", "rllib_checkpoint.json"]
+)
 def test_truncated_checkpoints_are_refused(build: Make, tmp_path: pathlib.Path, file: str) -> None:
-    """A missing or empty file is found before anything is restored."""
+    """A file that is empty, cut off at any place, or of other content is found before anything is restored."""
     algo = build()
     path = pathlib.Path(algo.save_to_path(tmp_path / "c"))
     [found] = [p for p in path.rglob("*") if str(p).endswith(file)]
-    found.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=file.split("/")[-1]):
-        algo.restore_from_path(path)
+    whole = found.read_bytes()
+    for left in (b"", whole[:5], whole[: len(whole) // 2], whole[:-1], b"not what was written\n"):
+        found.write_bytes(left)
+        with pytest.raises(CheckpointError, match=file.split("/")[-1]):
+            algo.restore_from_path(path)
+    found.write_bytes(whole)
+    algo.restore_from_path(path)
 
 
 def test_a_restore_that_did_not_arrive_is_an_error(
