@@ -21,15 +21,18 @@ def new_directory(experiment: Experiment, policy: str) -> Path:
     stem = f"{experiment.name}-{policy}-{time.strftime('%Y%m%d-%H%M%S')}"
     parent = Path(experiment.run.directory).expanduser().absolute()
     number, path = 1, parent / stem
-    while path.exists():
-        number += 1
-        path = parent / f"{stem}-{number}"
-    try:
-        path.mkdir(parents=True)
-    except OSError as error:
-        problem = f"run.directory = {experiment.run.directory!r}: cannot make {path}: {error.strerror}."
-        raise ExperimentError(f"experiment {experiment.name!r}", [problem]) from error
-    return path
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except OSError as error:
+            if not path.exists():
+                problem = (
+                    f"run.directory = {experiment.run.directory!r}: cannot make {path}: {error.strerror}."
+                )
+                raise ExperimentError(f"experiment {experiment.name!r}", [problem]) from error
+            number += 1  # another training that started in the same second
+            path = parent / f"{stem}-{number}"
 
 
 def checkpoints(directory: Path) -> list[Path]:

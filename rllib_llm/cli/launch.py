@@ -92,10 +92,10 @@ def _train(
     """(status, error text) of the trial; Ray is started and stopped here."""
     import ray
 
-    run = experiment.run
-    started = _start_ray(experiment, config)  # first: Ray puts signal handlers of its own in place
+    run, started = experiment.run, False
     progress = ProgressCallback(run.iterations)
     try:
+        started = _start_ray(experiment, config)  # first: Ray puts signal handlers of its own in place
         with Interrupt() as interrupt:
             _say("  building model, engine and environment; the first iteration takes longest")
             stopper = RunStopper(run.iterations, run.stop, run.max_minutes, interrupt)

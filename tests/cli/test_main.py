@@ -8,7 +8,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rllib_llm.cli import main
+from rllib_llm.cli.directories import new_directory
 from rllib_llm.cli.main import build_parser
+from rllib_llm.experiment import Experiment, ExperimentError, RunSettings
 from rllib_llm.models.paths import resolve_model_path
 
 
@@ -130,6 +132,33 @@ def test_a_damaged_model_is_refused_before_anything_starts(damage, words, capsys
     assert main(["train", "quickstart", f"model={model}"]) == 2
     assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [model]
+
+
+def test_trainings_of_one_second_get_directories_of_their_own(tmp_path, monkeypatch):
+    """Names carry the time to a second; who comes second, even between look and make, takes the next number."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _format: "20260101-120000")
+    made = [new_directory(Experiment(name="e"), "bf16").name for _ in range(3)]
+    assert made == [f"e-bf16-20260101-120000{end}" for end in ("", "-2", "-3")]
+
+
+def test_a_directory_behind_a_dangling_link_is_refused(tmp_path):
+    """What cannot be made although its name is taken is an error, not another try."""
+    (tmp_path / "results").symlink_to(tmp_path / "gone")
+    with pytest.raises(ExperimentError, match=r"run\.directory = .*: cannot make"):
+        new_directory(Experiment(run=RunSettings(directory=str(tmp_path / "results"))), "bf16")
+
+
+def test_ctrl_c_while_ray_starts_says_that_there_is_no_checkpoint(capsys, tmp_path, monkeypatch):
+    """An interrupt before the first iteration ends with status 130 and without a traceback."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rllib_llm.cli.launch._start_ray", interrupted)
+    assert main(["train", "quickstart", "tracking.enabled=false"]) == 130
+    assert "There is no checkpoint yet to go on from" in capsys.readouterr().err
 
 
 def _cut(file):
