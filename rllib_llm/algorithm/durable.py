@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ray.rllib.algorithms.algorithm import Algorithm
@@ -25,8 +26,8 @@ _STATE_KEY = "rllib_llm"
 class Durable(Algorithm):
     """Base of `GRPO`; a file of its own because saving and restoring is a subject of its own."""
 
-    env_state: dict[str, Any] | None = None
-    """the environments' state as last saved or restored; restarted runners get it"""
+    env_state: dict[int, Any] | None = None
+    """runner -> its environments' state (each has its own curriculum) as last saved or restored"""
 
     def get_metadata(self) -> dict[str, Any]:
         digests = [r.get() for r in self.learner_group.foreach_learner(_digest)]
@@ -119,13 +120,39 @@ class Durable(Algorithm):
         if "learner_group" in state:  # otherwise restore_from_path comes, and pushes
             self._after_restore()
 
-    def _env_state(self) -> dict[str, Any] | None:
-        """State of the environments of the first healthy runner."""
-        ids = runner_ids(self.env_runner_group)[:1]
-        if not ids:
+    def _env_state(self) -> dict[int, Any] | None:
+        """State of the environments of every healthy runner; the last known one of the others."""
+        if not runner_ids(self.env_runner_group):
             return self.env_state
-        replies = call_runners(self.env_runner_group, _get_state, ids)
-        return next((r.value for r in replies.answers.values() if r.error is None), self.env_state)
+        answers = call_runners(self.env_runner_group, _get_state).answers
+        found = {runner: r.value for runner, r in answers.items() if r.error is None}
+        return {**(self.env_state or {}), **found} or None
+
+    def send_env_state(self, group: Any, ids: Sequence[int] | None = None) -> None:
+        """Curriculum and problem counters of the environments, as last saved, to the given runners.
+
+        A runner that the checkpoint did not have, of evaluation or of a larger group, gets the first one's. Raises
+        CheckpointError when an environment refuses its state, as one with other tasks does.
+        """
+        if not self.env_state:
+            return
+        first = self.env_state[min(self.env_state)]
+        runners = runner_ids(group) if ids is None else ids
+        replies = call_runners(group, {i: _SetState(self.env_state.get(i, first)) for i in runners})
+        if refused := [
+            f"env runner {i}:\n{r.error}" for i, r in replies.answers.items() if r.error is not None
+        ]:
+            raise CheckpointError("the environment did not take its saved state:\n" + "\n".join(refused))
+
+
+class _SetState:
+    """A picklable call: hands a state to a runner."""
+
+    def __init__(self, state: dict[str, Any]):
+        self.state = state
+
+    def __call__(self, runner: Any) -> Any:
+        return runner.set_state_reply(self.state)
 
 
 def _digest(learner: Any) -> str:

@@ -26,7 +26,7 @@ from rllib_llm import metric_names as names
 from rllib_llm.advantages import group_advantages
 from rllib_llm.algorithm.config import GRPOConfig
 from rllib_llm.algorithm.durable import Durable
-from rllib_llm.algorithm.fleet import call_runners, runner_ids
+from rllib_llm.algorithm.fleet import runner_ids
 from rllib_llm.algorithm.losses import advantage_kind, correction_of, guarded_correction, kl_is_reward
 from rllib_llm.algorithm.monitor import PrecisionHalt, PrecisionMonitor
 from rllib_llm.algorithm.preflight import preflight
@@ -243,11 +243,6 @@ class GRPO(Durable):
             self.send_env_state(env_runner_group, restored)
         return restored
 
-    def send_env_state(self, group: Any, ids: Sequence[int] | None = None) -> None:
-        """Curriculum and problem counters of the environments, as last saved, to the given runners."""
-        if self.env_state is not None:
-            call_runners(group, _SetState(self.env_state), ids)
-
     # ---------------------------------------------------------------- metrics
 
     def _timed(self, name: str) -> Any:
@@ -311,16 +306,6 @@ class GRPO(Durable):
         ):  # debug_metrics_only: Tune asks this of a trial that failed
             return filled
         return filled | report(self, self.last_episodes, first=filled["iterations_since_restore"] == 1)
-
-
-class _SetState:
-    """A picklable call: hands a state to a runner."""
-
-    def __init__(self, state: dict[str, Any]):
-        self.state = state
-
-    def __call__(self, runner: Any) -> Any:
-        return runner.set_state_reply(self.state)
 
 
 def _measured(tree: dict[str, Any]) -> dict[str, Any]:
