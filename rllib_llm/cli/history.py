@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,29 @@ class HistoryCallback(tune.Callback):
     ) -> None:
         row = {"unix_time": time.time(), **metrics_of(result)}
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(("" if _ends_a_line(self._file) else "\n") + json.dumps(row) + "\n")
+
+
+def _ends_a_line(file: Path) -> bool:
+    with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - 1))
+        return stream.read(1) in (b"", b"\n")
 
 
 def read_history(directory: Path) -> list[dict[str, float]]:
-    """Rows in order of iteration; of an iteration that was repeated after a resume, the later row counts."""
+    """Rows in order of iteration; of an iteration that was repeated after a resume, the later row counts.
+
+    A line without its end, as a process leaves it that is ended while it writes, is left out: its iteration comes after
+    the last checkpoint and is trained again.
+    """
     rows: dict[int, dict[str, float]] = {}
     path = directory / FILE
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
             rows[int(row["training_iteration"])] = row
     return [rows[iteration] for iteration in sorted(rows)]

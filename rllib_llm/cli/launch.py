@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rllib_llm.cli.directories import EXPERIMENT_FILE, checkpoints, earlier_run_ids, new_directory
+from rllib_llm.cli.directories import (
+    EXPERIMENT_FILE,
+    checkpoints,
+    earlier_run_ids,
+    new_directory,
+    write_whole,
+)
 from rllib_llm.cli.history import HistoryCallback, read_history
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
 from rllib_llm.cli.progress import ProgressCallback
@@ -66,7 +72,7 @@ def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Pa
         store_address(experiment.tracking.uri)
     policy = config.settings().policy
     directory = directory or new_directory(experiment, policy.name)
-    (directory / EXPERIMENT_FILE).write_text(experiment.to_yaml(), encoding="utf-8")
+    write_whole(directory / EXPERIMENT_FILE, experiment.to_yaml())
     tracking = _tracking(experiment, directory)
     _say(f"training {experiment.name!r} under policy {policy.name} (fingerprint {policy.fingerprint[:16]})")
     _say(f"  results   {directory}")

@@ -3,12 +3,13 @@
 import argparse
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from rllib_llm.cli import main
-from rllib_llm.cli.directories import new_directory
+from rllib_llm.cli.directories import new_directory, write_whole
 from rllib_llm.cli.main import build_parser
 from rllib_llm.experiment import Experiment, ExperimentError, RunSettings
 from rllib_llm.models.paths import resolve_model_path
@@ -147,6 +148,21 @@ def test_a_directory_behind_a_dangling_link_is_refused(tmp_path):
     (tmp_path / "results").symlink_to(tmp_path / "gone")
     with pytest.raises(ExperimentError, match=r"run\.directory = .*: cannot make"):
         new_directory(Experiment(run=RunSettings(directory=str(tmp_path / "results"))), "bf16")
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    """A resumed run rewrites experiment.yaml; a disk that is full then must not cost the experiment."""
+    file = tmp_path / "experiment.yaml"
+    write_whole(file, "old")
+
+    def full(path, text, **_):
+        path.write_bytes(text[:2].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(file, "new text")
+    assert file.read_text() == "old"
 
 
 def test_ctrl_c_while_ray_starts_says_that_there_is_no_checkpoint(capsys, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import termios
 
 import pytest
 
-from rllib_llm.cli.history import read_history
+from rllib_llm.cli.history import HistoryCallback, read_history
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
 from rllib_llm.cli.progress import ProgressCallback, status_text
 from rllib_llm.cli.summary import closing_table, reward_text
@@ -96,6 +96,17 @@ def test_history_takes_the_later_row_of_a_repeated_iteration(tmp_path):
     )
     assert [r["x"] for r in read_history(tmp_path)] == [1, 3]
     assert read_history(tmp_path / "nowhere") == []
+
+
+def test_history_survives_a_line_without_its_end(tmp_path):
+    """A run that was killed while it wrote a row can be read, and the next row starts on a line of its own."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"training_iteration": 1}\n{"training_iter')
+    assert [r["training_iteration"] for r in read_history(tmp_path)] == [1]
+    callback = HistoryCallback(tmp_path)
+    for iteration in (2, 3):
+        callback.on_trial_result(iteration, [], None, {"training_iteration": iteration})
+    assert [r["training_iteration"] for r in read_history(tmp_path)] == [1, 2, 3]
 
 
 def test_stopper_names_its_reason():
