@@ -88,18 +88,18 @@ def _train(arguments: argparse.Namespace) -> int:
                 f"--resume takes the config from the experiment directory; drop {' '.join(files)}."
             )
         experiment, directory, checkpoint = find_resumable(arguments.resume, overrides)
-        _refuse_finished(directory, experiment.run.iterations)
+        _refuse_finished(directory, checkpoint, experiment.run.iterations)
 
     from rllib_llm.cli.launch import launch
 
     return launch(experiment, directory, checkpoint).exit_status
 
 
-def _refuse_finished(directory: Path, iterations: int) -> None:
-    from rllib_llm.cli.history import read_history
+def _refuse_finished(directory: Path, checkpoint: Path, iterations: int) -> None:
+    """The checkpoint counts, not the curve: a run that was killed in its last iteration has one more of that."""
+    from rllib_llm.algorithm.checkpoint import read_metadata
 
-    rows = read_history(directory)
-    if rows and rows[-1]["training_iteration"] >= iterations:
+    if read_metadata(str(checkpoint))["training_iteration"] >= iterations:
         raise UsageError(
             f"{directory} has run all of its {iterations} iterations. Train longer with, for example, "
             f"rllib-llm train --resume {directory} run.iterations={2 * iterations}"

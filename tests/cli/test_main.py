@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rllib_llm.cli import main
+from rllib_llm.cli.commands import UsageError, _refuse_finished
 from rllib_llm.cli.directories import new_directory, write_whole
 from rllib_llm.cli.main import build_parser
 from rllib_llm.experiment import Experiment, ExperimentError, RunSettings
@@ -163,6 +164,19 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_whole(file, "new text")
     assert file.read_text() == "old"
+
+
+def test_a_run_killed_in_its_last_iteration_can_be_resumed(tmp_path):
+    """Whether a run is finished is what its checkpoint says; the curve may be ahead of it."""
+    (tmp_path / "metrics.jsonl").write_text('{"training_iteration": 2}\n')
+    checkpoint = tmp_path / "checkpoint_000000"
+    checkpoint.mkdir()
+    metadata = checkpoint / "rllib_checkpoint.json"
+    metadata.write_text('{"rllib_llm": {"training_iteration": 1}}')
+    _refuse_finished(tmp_path, checkpoint, 2)
+    metadata.write_text('{"rllib_llm": {"training_iteration": 2}}')
+    with pytest.raises(UsageError, match=r"run\.iterations=4"):
+        _refuse_finished(tmp_path, checkpoint, 2)
 
 
 def test_ctrl_c_while_ray_starts_says_that_there_is_no_checkpoint(capsys, tmp_path, monkeypatch):
