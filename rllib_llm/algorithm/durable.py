@@ -30,7 +30,12 @@ class Durable(Algorithm):
     """runner -> its environments' state (each has its own curriculum) as last saved or restored"""
 
     def get_metadata(self) -> dict[str, Any]:
-        digests = [r.get() for r in self.learner_group.foreach_learner(_digest)]
+        answers = list(self.learner_group.foreach_learner(_digest))
+        if failed := [f"learner {i}: {r.get()!r}" for i, r in enumerate(answers) if not r.ok]:
+            raise CheckpointError(
+                f"no checkpoint can be written, learners died: {'; '.join(failed)}. Go on from the last checkpoint."
+            )
+        digests = [r.get() for r in answers]
         if len(set(digests)) != 1:
             raise CheckpointError(f"the learners hold different weights or optimizer states: {digests}.")
         return super().get_metadata() | precision_metadata(

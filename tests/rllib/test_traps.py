@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from precision_policies import PrecisionMismatchError, load_policy
@@ -193,6 +194,26 @@ def test_truncated_checkpoints_are_refused(build: Make, tmp_path: pathlib.Path, 
             algo.restore_from_path(path)
     found.write_bytes(whole)
     algo.restore_from_path(path)
+
+
+def test_a_learner_that_died_is_named_when_saving(
+    build: Make, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead learner is said to be dead, not to hold other weights than the living."""
+
+    class Died:
+        ok = False
+
+        def get(self) -> Exception:
+            return ray.exceptions.ActorDiedError()
+
+    algo = build()
+    alive = algo.learner_group.foreach_learner
+    monkeypatch.setattr(
+        algo.learner_group, "foreach_learner", lambda call, **kwargs: [*alive(call, **kwargs), Died()]
+    )
+    with pytest.raises(CheckpointError, match=r"learners died: learner 1: ActorDiedError"):
+        algo.save_to_path(tmp_path / "c")
 
 
 def test_a_restore_that_did_not_arrive_is_an_error(
