@@ -54,6 +54,7 @@ def config_violations(config: GRPOConfig) -> list[str]:
             parsed[group], bad = parse_rest(cls, getattr(config, group))
             ill_typed |= bad
     further = _model(parsed["llm"])
+    further += _reference(parsed["llm"], parsed["grpo"])
     further += _rollout(parsed["rollout_config"])
     further += _training(config, parsed["grpo"], parsed["rollout_config"])
     further += _precision(parsed["precision_config"], parsed["rollout_config"])
@@ -99,6 +100,15 @@ def _model(llm: ModelSettings) -> list[str]:
     if llm.max_sequence_length is not None and llm.max_sequence_length < 2:
         violations.append(f"llm.max_sequence_length = {llm.max_sequence_length} must be at least 2.")
     return violations
+
+
+def _reference(llm: ModelSettings, grpo: GRPOSettings) -> list[str]:
+    if llm.reference_path is None or grpo.kl_coeff != 0.0:
+        return []
+    return [
+        f"llm.reference_path = {llm.reference_path!r} has no effect with grpo.kl_coeff = 0: set the weight of the KL to "
+        "that model."
+    ]
 
 
 def _rollout(rollout: RolloutSettings) -> list[str]:
