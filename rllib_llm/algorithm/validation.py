@@ -106,8 +106,8 @@ def _reference(llm: ModelSettings, grpo: GRPOSettings) -> list[str]:
     if llm.reference_path is None or grpo.kl_coeff != 0.0:
         return []
     return [
-        f"llm.reference_path = {llm.reference_path!r} has no effect with grpo.kl_coeff = 0: set the weight of the KL to "
-        "that model."
+        f"llm.reference_path = {llm.reference_path!r} has no effect with grpo.kl_coeff = 0: set the weight of the KL "
+        "to that model."
     ]
 
 
