@@ -177,9 +177,7 @@ class _Linears(torch.autograd.Function):
         return dx, None, None, None, None, *dweights, *dbiases
 
 
-def _quantise(
-    x: torch.Tensor, formats: LinearFormats, both: bool
-) -> tuple[Quantised, Quantised | None]:
+def _quantise(x: torch.Tensor, formats: LinearFormats, both: bool) -> tuple[Quantised, Quantised | None]:
     """The 1x128 codes of x and, if ``both``, its 128x1 codes from the same read."""
     scale = (formats.scale_format, formats.scale_floor)
     if both:
