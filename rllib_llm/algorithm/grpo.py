@@ -232,16 +232,19 @@ class GRPO(Durable):
         Waits up to `rollout_config.restart_timeout_s` when none is left: an iteration without any runner samples
         nothing, and `max_empty_samples` of those would end the run before an engine has had time to start.
         """
-        restored = list(env_runner_group.probe_unhealthy_env_runners() or [])
+        restored: list[int] = []
         deadline = time.monotonic() + self.settings.rollout.restart_timeout_s
-        while not runner_ids(env_runner_group) and time.monotonic() < deadline:
+        while True:
+            found = list(env_runner_group.probe_unhealthy_env_runners() or [])
+            if found:
+                self._counters["total_num_restored_workers"] += len(found)
+                self.weights.push(env_runner_group, found)
+                self.send_env_state(env_runner_group, found)
+                restored += found
+            # A runner can be lost again while it is served: Ray answers calls of a restarting actor with errors.
+            if runner_ids(env_runner_group) or time.monotonic() > deadline:
+                return restored
             time.sleep(1.0)
-            restored += env_runner_group.probe_unhealthy_env_runners() or []
-        if restored:
-            self._counters["total_num_restored_workers"] += len(restored)
-            self.weights.push(env_runner_group, restored)
-            self.send_env_state(env_runner_group, restored)
-        return restored
 
     # ---------------------------------------------------------------- metrics
 

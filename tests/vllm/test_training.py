@@ -63,5 +63,8 @@ def test_training_is_exactly_on_policy_and_survives_the_death_of_vllm(algorithm:
         assert (mismatch["max_abs"], mismatch["bit_equal_share"]) == (0, 1)
     algorithm.env_runner_group.foreach_env_runner(_kill_engine, local_env_runner=False)
     assert algorithm.train()[names.NUM_EMPTY_SAMPLES] == 1, "the iteration in which vLLM died has no samples"
-    mismatch = algorithm.train()[names.MISMATCH]
+    result = algorithm.train()
+    if result[names.NUM_EMPTY_SAMPLES]:  # Ray lost the runner once more while it restarted
+        result = algorithm.train()
+    mismatch = result[names.MISMATCH]
     assert (mismatch["max_abs"], mismatch["bit_equal_share"]) == (0, 1)
