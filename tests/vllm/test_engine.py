@@ -251,6 +251,27 @@ def test_a_model_directory_starts_at_version_0_with_its_tokenizer(ray_for_engine
     assert len(stopped.token_ids) <= len(found.token_ids)
 
 
+def test_options_that_decide_numerics_cannot_be_overridden() -> None:
+    """`vllm_options` may not touch what the attestation vouches for; all offenders are named."""
+    from rllib_llm.engines.vllm.worker import WorkerOptions, _llm_arguments
+
+    sizes = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": None, "kv_cache_bytes": None}
+    switches = {
+        "enable_prefix_caching": True,
+        "cuda_graphs": True,
+        "sleep_mode": False,
+        "has_tokenizer": False,
+    }
+    options = WorkerOptions(device="cuda", gpu_memory_utilization=0.5, seed=0, **sizes, **switches)
+    policy = load_policy("unified-fp8")
+    assert (
+        _llm_arguments("d", policy, dataclasses.replace(options, extra={"swap_space": 1}))["swap_space"] == 1
+    )
+    bad = {"attention_config": {}, "logprobs_mode": "raw_logprobs"}
+    with pytest.raises(ValueError, match="attention_config, logprobs_mode"):
+        _llm_arguments("d", policy, dataclasses.replace(options, extra=bad))
+
+
 def test_generation_before_the_first_update_is_refused(ray_for_engines: None) -> None:
     """Random start-up weights are never sampled from; a killed process is an EngineError, not a hang."""
     engine = start(ragged_config("llama"), "bf16")

