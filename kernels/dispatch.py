@@ -58,6 +58,7 @@ OPERATORS: tuple[str, ...] = (
     "token_logprobs_backward",
     "log_softmax",
     "log_softmax_backward",
+    "tensor_digest",
 )
 """Every dispatched operator; signatures are those of the functions of the same name in `reference`."""
 

@@ -7,6 +7,8 @@ code of learner and rollout engine calls these and nothing else, so both sides r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -317,3 +319,11 @@ class _LogSoftmax(torch.autograd.Function):
 def log_softmax(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Row-invariant log-softmax of logits / temperature, fp32 [T, V]; definition in `reference.logprobs`."""
     return _LogSoftmax.apply(logits, temperature)
+
+
+def tensor_digest(tensors: Sequence[torch.Tensor], starts: Sequence[int] | None = None) -> torch.Tensor:
+    """Tensors (or parts of tensors) of one device -> checksum lanes int64 [n, 2]; definition in
+    `reference.digest`.
+    """
+    device = tensors[0].device.type if tensors else "cpu"
+    return implementation("tensor_digest", device)(tensors, starts)

@@ -6,6 +6,7 @@ Every other implementation is tested against these. Forward functions also retur
 
 from precision_kernels.reference.activation import silu_mul, silu_mul_backward
 from precision_kernels.reference.attention import KVCache, allocate_kv_cache, attention, attention_backward
+from precision_kernels.reference.digest import tensor_digest
 from precision_kernels.reference.exact import align, exp, lane_sum, log
 from precision_kernels.reference.formats import BLOCK, FP8, FP8_MAX, SCALE_FLOOR, Quantised
 from precision_kernels.reference.fused import add_rms_norm_quantise, rms_norm_quantise, silu_mul_quantise
@@ -75,6 +76,7 @@ __all__ = [
     "silu_mul",
     "silu_mul_backward",
     "silu_mul_quantise",
+    "tensor_digest",
     "token_logprobs",
     "token_logprobs_backward",
     "wgrad_fp8_matmul",

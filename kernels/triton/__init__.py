@@ -10,7 +10,7 @@ import triton
 
 from precision_kernels.dispatch import Implementation, bind
 from precision_kernels.reference.rotary import rotary_cos_sin
-from precision_kernels.triton import activation, logprobs, matmul, norm, quantise, rotary
+from precision_kernels.triton import activation, digest, logprobs, matmul, norm, quantise, rotary
 
 _FUNCTIONS = (
     quantise.quantise_activation,
@@ -32,6 +32,7 @@ _FUNCTIONS = (
     logprobs.token_logprobs_backward,
     logprobs.log_softmax,
     logprobs.log_softmax_backward,
+    digest.tensor_digest,
 )
 _MATMULS = (matmul.block_fp8_matmul, matmul.dgrad_fp8_matmul, matmul.wgrad_fp8_matmul)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rllib_llm.models.causal_lm import CausalLM
-from rllib_llm.sync.packed import PackedTensor, WeightUpdate
+from rllib_llm.sync.packed import PackedTensor, WeightUpdate, hash_tensors
 
 
 def export_weights(model: CausalLM, version: int) -> WeightUpdate:
@@ -21,6 +21,9 @@ def export_weights(model: CausalLM, version: int) -> WeightUpdate:
         raise ValueError(
             f"version={version}: exports count from 1 (0 is a checkpoint loaded by an engine itself)"
         )
-    tensors = {name: PackedTensor.pack(tensor) for name, tensor in model.rollout_tensors()}
-    hashes = {name: tensor.hash() for name, tensor in tensors.items()}
+    tensors: dict[str, PackedTensor] = {}
+    hashes: dict[str, str] = {}
+    for name, tensor in model.rollout_tensors():
+        hashes |= hash_tensors({name: tensor})
+        tensors[name] = PackedTensor.pack(tensor)
     return WeightUpdate(version, model.policy.fingerprint, model.plan.hash, tensors, hashes)

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import struct
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from precision_kernels.operators import tensor_digest
 
 DTYPES: dict[str, torch.dtype] = {
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -50,11 +54,25 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def tensor_hash(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> str:
-    """sha256 (hex) over dtype, shape and bytes: equal exactly if a receiver holds the same tensor."""
-    digest = hashlib.sha256(f"{dtype}{list(shape)}".encode())
-    digest.update(np.ascontiguousarray(data).data)
-    return digest.hexdigest()
+def seal(lanes: Sequence[int], dtype: str, shape: Sequence[int]) -> str:
+    """The hash (64 hex digits) of a tensor: sha256 over dtype, shape and the lanes of its bytes.
+
+    The lanes are a checksum (`precision_kernels.reference.digest`), made at memory bandwidth where the tensor lies,
+    with equal bits on CPU and GPU. So the hash finds errors; somebody who wants to can construct a collision.
+    """
+    text = f"{dtype}{list(shape)}".encode()
+    return hashlib.sha256(text + struct.pack("<2q", *lanes)).hexdigest()
+
+
+def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Name -> hash of tensors, each made on its own device; the CPU waits for a GPU once."""
+    hashes: dict[str, str] = {}
+    for device in {t.device for t in tensors.values()}:
+        here = {name: t for name, t in tensors.items() if t.device == device}
+        lanes = tensor_digest(list(here.values())).tolist()
+        for (name, tensor), pair in zip(here.items(), lanes, strict=True):
+            hashes[name] = seal(pair, dtype_name(tensor.dtype), tuple(tensor.shape))
+    return {name: hashes[name] for name in tensors}
 
 
 @dataclass(frozen=True)
@@ -85,8 +103,15 @@ class PackedTensor:
         out.reshape(-1).view(torch.uint8).numpy()[:] = self.data
         return out
 
+    def as_bytes(self) -> torch.Tensor:
+        """uint8 [nbytes] on the CPU that shares `data`. Only to be read: `data` may be read-only memory."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(np.ascontiguousarray(self.data))
+
     def hash(self) -> str:
-        return tensor_hash(self.data, self.dtype, self.shape)
+        """What `hash_tensors` gives for the tensor itself."""
+        return seal(tensor_digest([self.as_bytes()]).tolist()[0], self.dtype, self.shape)
 
     def problems(self) -> list[str]:
         """What is wrong with this tensor on its own: unknown dtype, wrong number of bytes; empty if
@@ -109,7 +134,7 @@ class WeightUpdate:
         version: counts the learner's exports; samples carry it.
         policy_fingerprint, plan_hash: under which policy and plan the bytes were made.
         tensors: name -> tensor; a quantised weight is ``X.weight`` (e4m3) and ``X.weight_scale_inv`` (fp32).
-        hashes: name -> `tensor_hash`, made by the sender.
+        hashes: name -> hash (`seal`), made by the sender.
     """
 
     version: int

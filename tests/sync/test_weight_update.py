@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.sync.packed import DTYPES, PackedTensor, WeightSyncError, WeightUpdate
+from rllib_llm.sync.packed import DTYPES, PackedTensor, WeightSyncError, WeightUpdate, hash_tensors
 from rllib_llm.sync.verify import TensorSpec, verify_update
 
 EDGE_SHAPES = [(1,), (1, 1), (128, 128), (192, 576), (3, 0), (130, 1)]
@@ -83,6 +83,17 @@ def test_hash_depends_on_dtype_and_shape_not_only_bytes():
     base = PackedTensor.pack(torch.arange(8, dtype=torch.float32))
     assert PackedTensor(base.data, "float32", (2, 4)).hash() != base.hash()
     assert PackedTensor(base.data, "bfloat16", (16,)).hash() != base.hash()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_hash_of_a_tensor_is_that_of_its_packed_bytes(dtype):
+    """Sender (the tensor, on its device) and receiver (the bytes) compute one hash, for views and empty tensors too."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = {str(shape): make_tensor(dtype, shape) for shape in EDGE_SHAPES}
+    tensors["view"] = make_tensor(dtype, (5, 7)).t()[1:, 2:]
+    expected = {name: PackedTensor.pack(t).hash() for name, t in tensors.items()}
+    assert hash_tensors({name: t.to(device) for name, t in tensors.items()}) == expected
+    assert len(set(expected.values())) == len(expected)
 
 
 def test_unsent_dtype_is_refused_by_name():
