@@ -13,7 +13,7 @@ from precision_kernels.dispatch import (
     bind_reference,
     bound_implementations,
 )
-from precision_kernels.linear import LinearFormats, PreparedWeight, linear, linears, prepare_weight
+from precision_kernels.linear import linear, linears, linears_of_codes
 from precision_kernels.operators import (
     add_rms_norm,
     add_rms_norm_quantise,
@@ -32,8 +32,18 @@ from precision_kernels.operators import (
     rotary_cos_sin,
     silu_mul,
     silu_mul_quantise,
+    tensor_digest,
     token_logprobs,
     wgrad_fp8_matmul,
+)
+from precision_kernels.prepared import (
+    JointWeight,
+    LinearFormats,
+    PreparedWeight,
+    joinable,
+    prepare_joint,
+    prepare_weight,
+    rows_of_one,
 )
 from precision_kernels.reference.formats import BLOCK, FP8, FP8_MAX, SCALE_FLOOR, Quantised
 from precision_kernels.reference.layout import AttentionLayout
@@ -45,6 +55,7 @@ __all__ = [
     "SCALE_FLOOR",
     "AttentionLayout",
     "Implementation",
+    "JointWeight",
     "LinearFormats",
     "PreparedWeight",
     "Quantised",
@@ -59,9 +70,12 @@ __all__ = [
     "bound_implementations",
     "dgrad_fp8_matmul",
     "invariant_matmul",
+    "joinable",
     "linear",
     "linears",
+    "linears_of_codes",
     "log_softmax",
+    "prepare_joint",
     "prepare_weight",
     "quantise_activation",
     "quantise_columns",
@@ -70,8 +84,10 @@ __all__ = [
     "rms_norm_quantise",
     "rotary",
     "rotary_cos_sin",
+    "rows_of_one",
     "silu_mul",
     "silu_mul_quantise",
+    "tensor_digest",
     "token_logprobs",
     "wgrad_fp8_matmul",
 ]

@@ -16,137 +16,62 @@ wgrad      dW = dy^T x [M,N]x[M,K]    1x128 . 128x1 (both along M)        librar
 * ``saved = "fp8"`` keeps codes and scales of x between forward and backward, not x: the 128x1 codes when
   wgrad is fp8 (nothing is quantised twice), else the 1x128 codes of the forward, dequantised for the wgrad.
 * dx is in x's dtype, dW and dbias are fp32 (autograd casts them if the parameter is not).
+* Several linears of one input are one GEMM of each kind when their weights are joined (`prepare_joint`): y has
+  the bits of each alone; dx is one sum over the outputs of all. Apart, their dx are added in fp32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from precision_kernels.dispatch import implementation
-from precision_kernels.reference.formats import SCALE_FLOOR, SCALE_FORMATS, Quantised, ScaleFormat
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class LinearFormats:
-    """Formats of one linear: each of forward, dgrad, wgrad, saved is "fp8", "bf16", "fp16" or "fp32"."""
-
-    forward: str = "bf16"
-    dgrad: str = "bf16"
-    wgrad: str = "bf16"
-    saved: str = "bf16"
-    scale_format: ScaleFormat = "fp32"
-    scale_floor: float = SCALE_FLOOR
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be 'fp8', 'bf16', 'fp16' or 'fp32', got {getattr(self, name)!r}"
-            for name in ("forward", "dgrad", "wgrad", "saved")
-            if getattr(self, name) != "fp8" and getattr(self, name) not in DTYPES
-        ]
-        if self.scale_format not in SCALE_FORMATS:
-            problems.append(f"scale_format must be one of {SCALE_FORMATS}, got {self.scale_format!r}")
-        if problems:
-            raise ValueError("LinearFormats: " + "; ".join(problems))
+from precision_kernels.prepared import (
+    DTYPES,
+    JointWeight,
+    LinearFormats,
+    PreparedWeight,
+    dequantise,
+    prepare_weight,
+)
+from precision_kernels.reference.formats import Quantised
 
 
-def _dequantise(q: Quantised, dtype: torch.dtype) -> torch.Tensor:
-    return implementation("dequantise", q.codes.device.type)(q, dtype)
-
-
-@dataclass(eq=False)
-class PreparedWeight:
-    """A weight [N, K] in the form its GEMMs read. Make it with `prepare_weight`, once per optimiser step.
-
-    Exactly one of ``quantised`` (fp8 forward) and ``values`` (the forward's dtype) is given.
-    """
-
-    formats: LinearFormats
-    quantised: Quantised | None = None
-    values: torch.Tensor | None = None
-    memo: dict = field(default_factory=dict, repr=False)
-
-    @property
-    def shape(self) -> torch.Size:
-        """(out_features N, in_features K)."""
-        held = self.quantised if self.quantised is not None else self.values
-        return held.shape  # type: ignore[union-attr]
-
-    def _memo(self, key: str, make):
-        if key not in self.memo:
-            self.memo[key] = make()
-        return self.memo[key]
-
-    def forward_operand(self):
-        """What `invariant_matmul` multiplies by."""
-        assert self.values is not None  # a forward that is not fp8 has values
-        return self._memo(
-            "forward", lambda: implementation("pack_weight", self.values.device.type)(self.values)
-        )
-
-    def dgrad_operand(self):
-        """`Quantised` for an fp8 dgrad, else a tensor [N, K] in the dgrad's dtype."""
-        f = self.formats
-        if f.dgrad == "fp8":
-            if self.quantised is not None:
-                return self.quantised
-            assert self.values is not None  # one of the two is there
-            quantise = implementation("quantise_weight", self.values.device.type)
-            return self._memo("dgrad", lambda: quantise(self.values, f.scale_format, f.scale_floor))
-        if self.quantised is not None:
-            return self._memo("dgrad", lambda: _dequantise(self.quantised, DTYPES[f.dgrad]))
-        assert self.values is not None
-        return self.values.to(DTYPES[f.dgrad])
-
-
-def prepare_weight(
-    weight: torch.Tensor | Quantised, formats: LinearFormats, compute_dtype: torch.dtype
-) -> PreparedWeight:
-    """Round a weight [N, K] to the compute dtype and bring it into the forward's format; no gradient flows
-    through.
-
-    A `Quantised` weight (128x128; a rollout engine's) is taken as it is and needs formats.forward == "fp8".
-    """
-    if isinstance(weight, Quantised):
-        if formats.forward != "fp8" or weight.kind != "128x128":
-            raise ValueError(
-                f"prepare_weight: a weight quantised in {weight.kind} blocks cannot serve a forward in "
-                f"{formats.forward!r}; 128x128 blocks and 'fp8' are needed"
-            )
-        return PreparedWeight(formats, quantised=weight)
-    rounded = weight.detach().to(compute_dtype)
-    if formats.forward == "fp8":
-        quantise = implementation("quantise_weight", weight.device.type)
-        return PreparedWeight(formats, quantised=quantise(rounded, formats.scale_format, formats.scale_floor))
-    return PreparedWeight(formats, values=rounded.to(DTYPES[formats.forward]))
+def _outputs(operand, formats: LinearFormats, prepared, joint: JointWeight | None, biases, out_dtype):
+    """Forward of all linears; ``operand``: `Quantised` x for an fp8 forward, else x [M, K] in the forward's dtype."""
+    if isinstance(operand, Quantised):
+        matmul = implementation("block_fp8_matmul", operand.codes.device.type)
+        product = lambda p: matmul(operand, p.quantised, out_dtype)  # noqa: E731
+    else:
+        matmul = implementation("invariant_matmul", operand.device.type)
+        product = lambda p: matmul(operand, p.forward_operand(), out_dtype)  # noqa: E731
+    if joint is None:
+        outputs = [product(p) for p in prepared]
+    else:
+        outputs = list(product(joint.whole).split(joint.sizes, 1))
+    return [y if b is None else y + b.to(y.dtype) for y, b in zip(outputs, biases, strict=True)]
 
 
 class _Linears(torch.autograd.Function):
     """Several linears of one input: quantised and saved once. See the module docstring for the mathematics."""
 
     @staticmethod
-    def forward(ctx, x, formats, prepared, quantised, out_dtype, *parameters):
+    def forward(ctx, x, formats, prepared, joint, quantised, out_dtype, *parameters):
         weights, biases = parameters[: len(prepared)], parameters[len(prepared) :]
-        device = x.device.type
         trained = any(w is not None and w.requires_grad for w in weights)
         columns = None
-        if formats.forward == "fp8":
+        if formats.forward != "fp8":
+            operand = x.to(DTYPES[formats.forward])
+        else:
             if quantised is None:
                 both = trained and formats.saved == formats.wgrad == "fp8"
                 quantised, columns = _quantise(x, formats, both)
-            matmul = implementation("block_fp8_matmul", device)
-            outputs = [matmul(quantised, p.quantised, out_dtype) for p in prepared]
-        else:
-            matmul = implementation("invariant_matmul", device)
-            operand = x.to(DTYPES[formats.forward])
-            outputs = [matmul(operand, p.forward_operand(), out_dtype) for p in prepared]
-        outputs = [y if b is None else y + b.to(y.dtype) for y, b in zip(outputs, biases, strict=True)]
+            operand = quantised
+        outputs = _outputs(operand, formats, prepared, joint, biases, out_dtype)
         ctx.set_materialize_grads(False)
-        ctx.formats, ctx.prepared, ctx.dtype = formats, prepared, x.dtype
+        ctx.formats, ctx.prepared, ctx.joint, ctx.dtype = formats, prepared, joint, x.dtype
         ctx.saved_kind = ""
         if trained:
             ctx.saved_kind, tensors = _saved(x, formats, quantised, columns)
@@ -156,25 +81,67 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         count = len(ctx.prepared)
-        codes: list[tuple[Quantised | None, Quantised | None]] = [(None, None)] * count
-        if ctx.needs_input_grad[0] and ctx.formats.dgrad == "fp8":
-            wgrads = [ctx.formats.wgrad == "fp8" and needed for needed in ctx.needs_input_grad[5 : 5 + count]]
-            codes = [
-                (None, None) if dy is None else _quantise(dy, ctx.formats, wgrad)
-                for dy, wgrad in zip(grads, wgrads, strict=True)
-            ]
-        rows, columns = zip(*codes, strict=True)
-        dx = _dgrad(grads, rows, ctx.prepared, ctx.formats, ctx.dtype) if ctx.needs_input_grad[0] else None
-        dweights: list[torch.Tensor | None] = [None] * count
+        wanted = [
+            dy is not None and w for dy, w in zip(grads, ctx.needs_input_grad[6 : 6 + count], strict=True)
+        ]
+        if ctx.joint is not None and any(dy is not None for dy in grads):
+            dy = _beside(grads, ctx.joint.sizes)
+            dx, (whole,) = _gradients(ctx, [dy], [ctx.joint.whole], [any(wanted)])
+            pieces = [None] * count if whole is None else whole.split(ctx.joint.sizes)
+            dweights = [piece if want else None for piece, want in zip(pieces, wanted, strict=True)]
+        else:
+            dx, dweights = _gradients(ctx, grads, ctx.prepared, wanted)
         dbiases: list[torch.Tensor | None] = [None] * count
-        if ctx.saved_kind:
-            product = _wgrad(ctx.saved_kind, ctx.saved_tensors, ctx.formats)
         for i, dy in enumerate(grads):
-            if dy is not None and ctx.needs_input_grad[5 + i]:
-                dweights[i] = product(dy, columns[i])
-            if dy is not None and ctx.needs_input_grad[5 + count + i]:
+            if dy is not None and ctx.needs_input_grad[6 + count + i]:
                 dbiases[i] = dy.float().sum(0)
-        return dx, None, None, None, None, *dweights, *dbiases
+        return dx, None, None, None, None, None, *dweights, *dbiases
+
+
+def _gradients(ctx, grads, prepared, wanted) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """dx, and dW fp32 of the linears of which it is ``wanted``."""
+    codes: list[tuple[Quantised | None, Quantised | None]] = [(None, None)] * len(grads)
+    if ctx.needs_input_grad[0] and ctx.formats.dgrad == "fp8":
+        codes = [
+            (None, None) if dy is None else _quantise(dy, ctx.formats, want and ctx.formats.wgrad == "fp8")
+            for dy, want in zip(grads, wanted, strict=True)
+        ]
+    rows, columns = zip(*codes, strict=True)
+    dx = _dgrad(grads, rows, prepared, ctx.formats, ctx.dtype) if ctx.needs_input_grad[0] else None
+    dweights: list[torch.Tensor | None] = [None] * len(grads)
+    if any(wanted):
+        product = _wgrad(ctx.saved_kind, ctx.saved_tensors, ctx.formats)
+        dweights = [
+            product(dy, c) if want else None for dy, c, want in zip(grads, columns, wanted, strict=True)
+        ]
+    return dx, dweights
+
+
+def _beside(grads: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> torch.Tensor:
+    """[M, N1 + N2 + ...] of the gradients [M, Ni], zero where there is none; halves of one matrix are not copied."""
+    given = next(dy for dy in grads if dy is not None)
+    offset = given.storage_offset()
+    for dy, size in zip(grads, sizes, strict=True):
+        if (
+            dy is None
+            or dy.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+            or dy.storage_offset() != offset
+            or dy.stride() != (given.stride(0), 1)
+        ):
+            break
+        offset += size
+    else:
+        if given.stride(0) >= sum(sizes):
+            return torch.as_strided(
+                given, (given.shape[0], sum(sizes)), given.stride(), given.storage_offset()
+            )
+    return torch.cat(
+        [
+            given.new_zeros(given.shape[0], size) if dy is None else dy
+            for dy, size in zip(grads, sizes, strict=True)
+        ],
+        1,
+    )
 
 
 def _quantise(x: torch.Tensor, formats: LinearFormats, both: bool) -> tuple[Quantised, Quantised | None]:
@@ -232,7 +199,7 @@ def _wgrad(kind: str, tensors: tuple[torch.Tensor, ...], formats: LinearFormats)
     saved = (
         tensors[0]
         if kind == "values"
-        else _dequantise(Quantised(tensors[0], tensors[1], "1x128", formats.scale_format), dtype)
+        else dequantise(Quantised(tensors[0], tensors[1], "1x128", formats.scale_format), dtype)
     )
     return lambda dy, codes: implementation("wgrad_matmul", device)(dy.to(dtype), saved.to(dtype))
 
@@ -245,29 +212,60 @@ def linears(
     weights: Sequence[Weight],
     biases: Sequence[torch.Tensor | None],
     formats: LinearFormats,
-    prepared: Sequence[PreparedWeight | None] | None = None,
+    prepared: Sequence[PreparedWeight | None] | JointWeight | None = None,
     quantised: Quantised | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Several linears of one input x [..., K] (q, k, v or gate, up): bits as by `linear` one by one, x
     handled once.
 
-    ``prepared[i]``: `prepare_weight` of weights[i], to save its work; ``quantised``: the 1x128 codes of x
-    [M, K] that a fused producer already made. Raises ValueError listing everything that does not fit.
+    ``prepared``: `prepare_weight` of each weight, or `prepare_joint` of all (the results are then column slices of one
+    matrix), to save its work; ``quantised``: the 1x128 codes of x [M, K] that a fused producer already made.
+    Raises ValueError listing everything that does not fit.
     """
-    prepared = list(prepared) if prepared is not None else [None] * len(weights)
+    joint = prepared if isinstance(prepared, JointWeight) else None
+    given: Sequence[PreparedWeight | None]
+    if isinstance(prepared, JointWeight):
+        given = prepared.parts
+    else:
+        given = [None] * len(weights) if prepared is None else prepared
     ready, parameters = [], []
-    for weight, given in zip(weights, prepared, strict=True):
+    for weight, one in zip(weights, given, strict=True):
         parameters.append(weight if isinstance(weight, torch.Tensor) else None)
         if isinstance(weight, PreparedWeight):
             ready.append(weight)
         else:
-            ready.append(given if given is not None else prepare_weight(weight, formats, x.dtype))
-    _check(x, ready, parameters, biases, formats, quantised)
+            ready.append(one if one is not None else prepare_weight(weight, formats, x.dtype))
+    _check(x.shape, ready, parameters, biases, formats, quantised)
     outputs = _Linears.apply(
-        x.reshape(-1, x.shape[-1]), formats, ready, quantised, out_dtype or x.dtype, *parameters, *biases
+        x.reshape(-1, x.shape[-1]),
+        formats,
+        ready,
+        joint,
+        quantised,
+        out_dtype or x.dtype,
+        *parameters,
+        *biases,
     )
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
+
+
+def linears_of_codes(
+    x: Quantised,
+    prepared: Sequence[PreparedWeight] | JointWeight,
+    biases: Sequence[torch.Tensor | None],
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    """The fp8 forward of `linears` for inference, x [M, K] given as 1x128 codes only: no gradient flows."""
+    joint = prepared if isinstance(prepared, JointWeight) else None
+    ready = list(joint.parts if joint is not None else prepared)  # type: ignore[arg-type]
+    formats = ready[0].formats
+    _check(x.shape, ready, [None] * len(ready), biases, formats, x)
+    if formats.forward != "fp8":
+        raise ValueError(
+            f"linears_of_codes: codes need an fp8 forward, the weights are for {formats.forward!r}"
+        )
+    return tuple(_outputs(x, formats, ready, joint, biases, out_dtype))
 
 
 def linear(
@@ -285,23 +283,23 @@ def linear(
     return linears(x, [weight], [bias], formats, [prepared], quantised, out_dtype)[0]
 
 
-def _check(x, ready, parameters, biases, formats: LinearFormats, quantised: Quantised | None) -> None:
+def _check(shape, ready, parameters, biases, formats: LinearFormats, quantised: Quantised | None) -> None:
     problems = []
     if len(biases) != len(ready):
         problems.append(f"{len(ready)} weights but {len(biases)} biases (give None for a linear without)")
     for i, (p, parameter) in enumerate(zip(ready, parameters, strict=True)):
         if p.formats != formats:
             problems.append(f"weight {i} was prepared for {p.formats}, not for {formats}")
-        if p.shape[1] != x.shape[-1]:
-            problems.append(f"weight {i} is {tuple(p.shape)} but x has {x.shape[-1]} features")
+        if p.shape[1] != shape[-1]:
+            problems.append(f"weight {i} is {tuple(p.shape)} but x has {shape[-1]} features")
         if parameter is not None and parameter.shape != p.shape:
             problems.append(
                 f"weight {i} has shape {tuple(parameter.shape)} but was prepared as {tuple(p.shape)}"
             )
-    rows = x.numel() // max(1, x.shape[-1])
-    if quantised is not None and (quantised.kind != "1x128" or tuple(quantised.shape) != (rows, x.shape[-1])):
+    rows = math.prod(shape[:-1])
+    if quantised is not None and (quantised.kind != "1x128" or tuple(quantised.shape) != (rows, shape[-1])):
         problems.append(
-            f"quantised must hold x [{rows}, {x.shape[-1]}] in 1x128 blocks, "
+            f"quantised must hold x [{rows}, {shape[-1]}] in 1x128 blocks, "
             f"got {quantised.kind} {tuple(quantised.shape)}"
         )
     if problems:

@@ -93,6 +93,7 @@ def _per_token(train: Tensor, rollout: Tensor) -> dict[str, Tensor]:
         "k3": ratio_minus_one - bounded,
         "mean_abs": delta.abs(),
         "ratio_minus_one": ratio_minus_one,
+        "ratio": bounded.exp(),  # not expm1 + 1, which keeps 8 digits of exp(-20)
         "bit_equal_share": (train == rollout).double(),
         "train_p": train.double().exp(),
         "rollout_p": rollout.double().exp(),
@@ -100,7 +101,7 @@ def _per_token(train: Tensor, rollout: Tensor) -> dict[str, Tensor]:
 
 
 def _overall(t: dict[str, Tensor], n: int) -> dict[str, Tensor]:
-    ratio = t["ratio_minus_one"] + 1.0
+    ratio = t["ratio"]
     values = {
         "k1": t["k1"].mean(),
         "k2": 0.5 * t["delta"].square().mean(),

@@ -7,12 +7,12 @@ order of calls is fixed by the architecture; `rllib_llm.mismatch.trace` refuses 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from precision_kernels import Quantised
+from precision_kernels import Quantised, joinable
 from precision_policies import Plan
 from rllib_llm.models.architecture import Architecture
 
@@ -82,11 +82,22 @@ class Reading:
 
 @dataclass(frozen=True)
 class Step:
-    """One listed operator call: the site it is compared as, its kind (a value of `KINDS`), what it reads."""
+    """One listed operator call: the site it is compared as, its kind (a value of `KINDS`), what it reads.
+
+    columns: sites and widths of a GEMM that serves several projections, one beside the other; empty for others.
+    """
 
     site: str
     kind: str
     reads: tuple[Reading, ...] = ()
+    columns: tuple[tuple[str, int], ...] = ()
+
+    def split(self, tensors: Tensors) -> tuple[tuple[str, Tensors], ...]:
+        """(site, its tensors) of what the call gave."""
+        if not self.columns:
+            return ((self.site, tensors),)
+        parts = tensors[""].split([width for _, width in self.columns], 1)
+        return tuple((site, {"": part}) for (site, _), part in zip(self.columns, parts, strict=True))
 
 
 def body(architecture: Architecture, plan: Plan) -> tuple[Step, ...]:
@@ -115,9 +126,7 @@ def _layer(index: int, architecture: Architecture, plan: Plan) -> list[Step]:
     biases = _bias(plan, q, 0), _bias(plan, k, 1), _bias(plan, v, 2)
     steps = [
         Step(f"{name}.input_layernorm", "norm", entering),
-        Step(q, "linear", (_input(q),)),
-        Step(k, "linear"),
-        Step(v, "linear"),
+        *_projections(plan, q, k, v),
     ]
     if architecture.qk_norm:
         steps += [
@@ -132,8 +141,7 @@ def _layer(index: int, architecture: Architecture, plan: Plan) -> list[Step]:
         Step(f"{attention}.attention", "attention", biases[2]),
         Step(f"{attention}.o_proj", "linear", (_input(f"{attention}.o_proj"),)),
         Step(f"{name}.post_attention_layernorm", "norm", _bias(plan, f"{attention}.o_proj", 0)),
-        Step(f"{mlp}.gate_proj", "linear", (_input(f"{mlp}.gate_proj"),)),
-        Step(f"{mlp}.up_proj", "linear"),
+        *_projections(plan, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
         Step(
             f"{mlp}.silu_mul",
             "silu_mul",
@@ -141,6 +149,16 @@ def _layer(index: int, architecture: Architecture, plan: Plan) -> list[Step]:
         ),
         Step(f"{mlp}.down_proj", "linear", (_input(f"{mlp}.down_proj"),)),
     ]
+
+
+def _projections(plan: Plan, *modules: str) -> list[Step]:
+    """Linears of one input: one call if their weights are joined (`JointProjections`), else one each."""
+    first = Step(modules[0], "linear", (_input(modules[0]),))
+    shapes = [plan[m].shape for m in modules]
+    if joinable(shapes):
+        columns = tuple((m, n) for m, (n, _) in zip(modules, shapes, strict=True))
+        return [replace(first, columns=columns)]
+    return [first, *(Step(m, "linear") for m in modules[1:])]
 
 
 def _input(module: str) -> Reading:

@@ -121,8 +121,9 @@ class Recorder:
         count = next(iter(tensors.values())).shape[0]
         for reading in expected.reads:
             self._keep_reading(reading, arguments, count)
-        site = self._site(expected.site, operator, chosen.identity, settings(operator, arguments))
-        self._keep(site, dict(tensors), count)
+        for name, part in expected.split(tensors):
+            site = self._site(name, operator, chosen.identity, settings(operator, arguments))
+            self._keep(site, dict(part), count)
         if self._done == len(self._program):
             self._taken += count
 

@@ -10,30 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from precision_kernels import AttentionLayout, attention, rotary, rotary_cos_sin, silu_mul
+from precision_kernels import AttentionLayout, rotary_cos_sin
 from precision_policies import Plan, PrecisionPolicy, load_policy
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.batch import PackedBatch
+from rllib_llm.models.decoder import Context, Decoder, DecoderLayer
 from rllib_llm.models.kv_cache import CacheView
-from rllib_llm.models.layers import (
-    PlannedEmbedding,
-    PlannedLinear,
-    PlannedModule,
-    PlannedNorm,
-    ScaleFormat,
-    Side,
-    joint_forward,
-    rollout_specs,
-    scale_rule,
-)
+from rllib_llm.models.layers import PlannedLinear, PlannedModule, Side, rollout_specs
 from rllib_llm.models.sampling_law import logprobs_of
-from rllib_llm.sync.packed import PackedTensor
+from rllib_llm.sync.packed import hash_tensors
 from rllib_llm.sync.verify import TensorSpec
 
 LOGITS_CHUNK_ELEMENTS = 1 << 26
@@ -61,100 +52,6 @@ class _Rotation:
             length = min(self.architecture.max_positions, max(1024, 1 << (needed - 1).bit_length()))
             table = self._table = rotary_cos_sin(self._inverse.to(positions.device), length, self.dtype)
         return table
-
-
-class _Context:
-    """What all layers of one forward share: positions, rotary table, attention layout."""
-
-    def __init__(self, batch: PackedBatch, table: torch.Tensor, layout: AttentionLayout) -> None:
-        self.positions, self.table, self.layout = batch.positions, table, layout
-
-
-class SelfAttention(nn.Module):
-    """Projections, per-head norms where the family has them, rotation, causal attention."""
-
-    def __init__(
-        self, name: str, arch: Architecture, plan: Plan, policy: PrecisionPolicy, side: Side
-    ) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = arch.heads, arch.kv_heads, arch.head_dim
-        self.q_proj = PlannedLinear(plan[f"{name}.q_proj"], policy, side)
-        self.k_proj = PlannedLinear(plan[f"{name}.k_proj"], policy, side)
-        self.v_proj = PlannedLinear(plan[f"{name}.v_proj"], policy, side)
-        self.o_proj = PlannedLinear(plan[f"{name}.o_proj"], policy, side)
-        self.qk_norm = arch.qk_norm
-        if arch.qk_norm:
-            self.q_norm = PlannedNorm(plan[f"{name}.q_norm"], policy, side, arch.rms_eps)
-            self.k_norm = PlannedNorm(plan[f"{name}.k_norm"], policy, side, arch.rms_eps)
-
-    def forward(self, x: torch.Tensor, context: _Context, cache: Any) -> torch.Tensor:
-        """[T, H] -> [T, H]."""
-        q, k, v = joint_forward((self.q_proj, self.k_proj, self.v_proj), x)
-        q = q.view(-1, self.heads, self.head_dim)
-        k, v = k.view(-1, self.kv_heads, self.head_dim), v.view(-1, self.kv_heads, self.head_dim)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotary(q, k, context.positions, context.table)
-        out = self.attend(q, k, v, context, cache)
-        return self.o_proj(out.reshape(out.shape[0], -1))
-
-    @staticmethod
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: _Context, cache: Any
-    ) -> torch.Tensor:
-        """q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]. An engine with its own paged cache puts its attention here."""
-        return attention(q, k, v, context.layout, cache)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, name: str, plan: Plan, policy: PrecisionPolicy, side: Side) -> None:
-        super().__init__()
-        self.gate_proj = PlannedLinear(plan[f"{name}.gate_proj"], policy, side)
-        self.up_proj = PlannedLinear(plan[f"{name}.up_proj"], policy, side)
-        self.down_proj = PlannedLinear(plan[f"{name}.down_proj"], policy, side)
-        self.saved: tuple[str, ScaleFormat, float] = (policy.activation.saved, *scale_rule(policy))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, H]."""
-        gate, up = joint_forward((self.gate_proj, self.up_proj), x)
-        return self.down_proj(silu_mul(gate, up, *self.saved))
-
-
-class DecoderLayer(nn.Module):
-    """One pre-norm block. Input and output are (what the last sub-layer produced, residual stream before it)."""
-
-    def __init__(
-        self, index: int, arch: Architecture, plan: Plan, policy: PrecisionPolicy, side: Side
-    ) -> None:
-        super().__init__()
-        name = f"model.layers.{index}"
-        self.self_attn = SelfAttention(f"{name}.self_attn", arch, plan, policy, side)
-        self.mlp = FeedForward(f"{name}.mlp", plan, policy, side)
-        eps = arch.rms_eps
-        self.input_layernorm = PlannedNorm(plan[f"{name}.input_layernorm"], policy, side, eps)
-        self.post_attention_layernorm = PlannedNorm(
-            plan[f"{name}.post_attention_layernorm"], policy, side, eps
-        )
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, context: _Context, cache: Any = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [T, H] -> the same two for the next layer; residual is None before the first."""
-        y, residual = self.input_layernorm.add(x, residual)
-        y, residual = self.post_attention_layernorm.add(self.self_attn(y, context, cache), residual)
-        return self.mlp(y), residual
-
-
-class Decoder(nn.Module):
-    """Embedding, layers, final norm: what HF names ``model.*``."""
-
-    def __init__(self, arch: Architecture, plan: Plan, policy: PrecisionPolicy, side: Side) -> None:
-        super().__init__()
-        self.embed_tokens = PlannedEmbedding(plan["model.embed_tokens"], policy, side)
-        self.layers = nn.ModuleList(DecoderLayer(i, arch, plan, policy, side) for i in range(arch.layers))
-        self.norm = PlannedNorm(plan["model.norm"], policy, side, arch.rms_eps)
 
 
 class CausalLM(nn.Module):
@@ -201,7 +98,7 @@ class CausalLM(nn.Module):
             cache: rows to read and extend; sequence b continues its row at its first position.
         """
         layout = self._layout(batch, cache)
-        context = _Context(batch, self._rotation.table(batch.positions), layout)
+        context = Context(batch, self._rotation.table(batch.positions), layout)
         x, residual = self.model.embed_tokens(batch.input_ids), None
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
         for index, layer in enumerate(self.model.layers):
@@ -308,9 +205,19 @@ class CausalLM(nn.Module):
             if isinstance(module, PlannedModule):
                 module.forget_operands()
 
+    def fuse_quantisers(self) -> None:
+        """Rollout side: let norms and SiLU write fp8 codes directly (`DecoderLayer.fuse_quantisers`); same bits.
+
+        For engines that need the speed; `rllib_llm.mismatch` traces the operators one by one.
+        """
+        self._require_side("rollout", "fusing quantisers")
+        for layer in self.model.layers:
+            cast(DecoderLayer, layer).fuse_quantisers()
+
     def rollout_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of everything the rollout side needs, quantised here from the master weights."""
         self._require_side("train", "exporting weights")
+        self.forget_operands()
         for name, module in self.planned_modules():
             for suffix, tensor in module.export().items():
                 yield f"{name}.{suffix}", tensor
@@ -327,7 +234,7 @@ class CausalLM(nn.Module):
     def weight_hashes(self) -> dict[str, str]:
         """Name -> hash of the tensors that this rollout model holds, taken from its own memory."""
         self._require_side("rollout", "hashing held weights")
-        return {name: PackedTensor.pack(buffer).hash() for name, buffer in self.named_buffers()}
+        return hash_tensors(dict(self.named_buffers()))
 
     def weight_specs(self) -> dict[str, TensorSpec]:
         """Name -> dtype and shape of every tensor of a `WeightUpdate` for this model, on either side."""

@@ -15,14 +15,21 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from precision_kernels import (
+    JointWeight,
     LinearFormats,
     PreparedWeight,
     Quantised,
     add_rms_norm,
+    add_rms_norm_quantise,
+    joinable,
     linears,
+    linears_of_codes,
+    prepare_joint,
     prepare_weight,
     quantise_weight,
     rms_norm,
+    rms_norm_quantise,
+    rows_of_one,
 )
 from precision_policies import ModulePlan, PrecisionPolicy
 from rllib_llm.sync.packed import SCALE_SUFFIX, dtype_name
@@ -188,6 +195,12 @@ class PlannedNorm(PlannedModule):
             return self(x), x
         return add_rms_norm(x, residual, self._rounded(), self.eps)
 
+    def add_quantise(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Quantised, torch.Tensor]:
+        """`add` with the 1x128 codes of the normalised rows in their place, for inference; one kernel, same bits."""
+        if residual is None:
+            return rms_norm_quantise(x, self._rounded(), self.eps, *scale_rule(self.policy)), x
+        return add_rms_norm_quantise(x, residual, self._rounded(), self.eps, *scale_rule(self.policy))
+
 
 class PlannedLinear(PlannedModule):
     """A projection (or lm_head) whose three GEMMs run in the formats of its plan.
@@ -204,28 +217,45 @@ class PlannedLinear(PlannedModule):
         else:  # no backward here: the last three are not used
             self.formats = LinearFormats(form, *(("fp8",) * 3 if form == "fp8" else (form,) * 3), *scale)
         self._prepared: tuple[tuple[int, ...], PreparedWeight, torch.Tensor] | None = None
+        self.joint: JointProjections | None = None
+
+    def weight_key(self, weight: torch.Tensor) -> tuple[int, ...]:
+        """Changes when the weight does: its identity, address, version, and the optimiser steps taken."""
+        return (
+            id(weight), weight.data_ptr(), weight._version, _STEPS.count if self.side == "train" else 0,
+        )  # fmt: skip
+
+    def source(self, weight: torch.Tensor) -> torch.Tensor | Quantised:
+        """The weight as it is prepared from: a received fp8 weight with its scales, else the tensor."""
+        if weight.dtype != FORMAT_DTYPES["fp8"]:
+            return weight
+        scales = getattr(self, "weight" + SCALE_SUFFIX)
+        return Quantised(weight, scales, "128x128", self.formats.scale_format)
 
     def prepared(self, weight: torch.Tensor | None = None) -> PreparedWeight:
         """The weight as its GEMMs read it: made once per optimiser step or other in-place change."""
+        if self.joint is not None:
+            return self.joint.part(self)
         weight = self.weight if weight is None else weight
-        key = (id(weight), weight.data_ptr(), weight._version, _STEPS.count if self.side == "train" else 0)
+        key = self.weight_key(weight)
         if self._prepared is None or self._prepared[0] != key:
-            source: torch.Tensor | Quantised = weight
-            if weight.dtype == FORMAT_DTYPES["fp8"]:
-                scales = getattr(self, "weight" + SCALE_SUFFIX)
-                source = Quantised(weight, scales, "128x128", self.formats.scale_format)
             # The tensor itself is kept too, so that neither its id nor its address can be given to another one.
-            self._prepared = (key, prepare_weight(source, self.formats, self.compute_dtype), weight)
+            ready = prepare_weight(self.source(weight), self.formats, self.compute_dtype)
+            self._prepared = (key, ready, weight)
         return self._prepared[1]
 
     def forget_operands(self) -> None:
         self._prepared = None
+        if self.joint is not None:
+            self.joint.forget_operands()
 
     def export(self) -> dict[str, torch.Tensor]:
-        """As `PlannedModule.export`; an fp8 weight is the very codes that the learner's next forward multiplies by."""
+        """As `PlannedModule.export`; an fp8 weight is the very codes that the learner's next forward multiplies by.
+
+        Call `forget_operands` first if the weight may have changed in a way autograd does not see.
+        """
         if not (self.plan.train_forward == self.plan.rollout_forward == "fp8"):
             return super().export()
-        self.forget_operands()
         quantised = self.prepared().quantised
         assert quantised is not None  # train_forward is fp8
         tensors = {"weight": quantised.codes, "weight" + SCALE_SUFFIX: quantised.scales}
@@ -233,9 +263,14 @@ class PlannedLinear(PlannedModule):
             tensors |= rollout_tensors(self.plan, self.policy, "bias", self.bias.detach())
         return tensors
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, K] -> [T, N] in the compute dtype."""
-        return joint_forward([self], x)[0]
+    def forward(self, x: torch.Tensor | Quantised) -> torch.Tensor:
+        """[T, K], or its 1x128 codes -> [T, N] in the compute dtype."""
+        if isinstance(x, Quantised):
+            return linears_of_codes(x, [self.prepared()], [self.bias], self.compute_dtype)[0]
+        return linears(x, [self._operand()], [self.bias], self.formats, [self.prepared()])[0]
+
+    def _operand(self) -> Any:
+        return self.weight if self.side == "train" else self.prepared()
 
     def logits(self, hidden: torch.Tensor, tied_weight: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H] -> fp32 [T, V]: operands in the plan's format, the product not rounded below fp32."""
@@ -244,12 +279,62 @@ class PlannedLinear(PlannedModule):
         return linears(hidden, [weight], [None], self.formats, prepared, out_dtype=torch.float32)[0]
 
 
-def joint_forward(modules: Sequence[PlannedLinear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Several projections of one input (q, k, v or gate, up): x is quantised and saved once. Bits as one by one.
+class JointProjections:
+    """Projections of one input (q, k, v or gate, up): x is quantised and saved once, and one GEMM serves all.
 
-    The modules must have one set of formats; a plan never splits such a group.
+    That GEMM reads the weights one below the other, so every weight must have a multiple of 128 rows; else they are
+    multiplied one by one. The bits are those of each alone. On the rollout side the modules' buffers are rows of
+    one tensor, on the train side the operands are. The modules must have one set of formats; a plan never splits
+    such a group.
     """
-    train = modules[0].side == "train"
-    prepared = [m.prepared() for m in modules]
-    weights: list[Any] = [m.weight if train else p for m, p in zip(modules, prepared, strict=True)]
-    return linears(x, weights, [m.bias for m in modules], modules[0].formats, prepared)
+
+    def __init__(self, modules: Sequence[PlannedLinear]) -> None:
+        self.modules = tuple(modules)
+        self._prepared: tuple[tuple[Any, ...], JointWeight, list[torch.Tensor]] | None = None
+        self.joined = joinable([m.plan.shape for m in self.modules])
+        if self.joined:
+            for module in self.modules:
+                module.joint = self
+            self._place()
+
+    def __call__(self, x: torch.Tensor | Quantised) -> tuple[torch.Tensor, ...]:
+        """[T, K], or its 1x128 codes -> [T, Ni] of every module, column slices of one matrix if they are joined."""
+        prepared = self.prepared() if self.joined else [m.prepared() for m in self.modules]
+        biases = [m.bias for m in self.modules]
+        if isinstance(x, Quantised):
+            return linears_of_codes(x, prepared, biases, self.modules[0].compute_dtype)
+        weights = [m._operand() for m in self.modules]
+        return linears(x, weights, biases, self.modules[0].formats, prepared)
+
+    def prepared(self) -> JointWeight:
+        """All weights as their one GEMM reads them; made as often as `PlannedLinear.prepared`."""
+        key = tuple(m.weight_key(m.weight) for m in self.modules)
+        if self._prepared is None or self._prepared[0] != key:
+            self._place()
+            first = self.modules[0]
+            weights: list[torch.Tensor] = [m.weight for m in self.modules]
+            sources = [m.source(w) for m, w in zip(self.modules, weights, strict=True)]
+            joint = prepare_joint(sources, first.formats, first.compute_dtype)
+            key = tuple(m.weight_key(m.weight) for m in self.modules)
+            self._prepared = (key, joint, weights)
+        return self._prepared[1]
+
+    def part(self, module: PlannedLinear) -> PreparedWeight:
+        """The one of `prepared` that is `module`'s."""
+        return self.prepared().parts[self.modules.index(module)]
+
+    def forget_operands(self) -> None:
+        self._prepared = None
+
+    def _place(self) -> None:
+        """Make received weights rows of one tensor; after `Module.to` they no longer are."""
+        if self.modules[0].side == "train":
+            return
+        for suffix in self.modules[0]._buffers:
+            if suffix == "bias":
+                continue
+            buffers = [getattr(m, suffix) for m in self.modules]
+            if rows_of_one(buffers) is None:
+                rows = torch.cat(buffers).split([b.shape[0] for b in buffers])
+                for module, part in zip(self.modules, rows, strict=True):
+                    module._buffers[suffix] = part

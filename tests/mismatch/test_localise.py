@@ -21,7 +21,7 @@ from precision_policies import available, load_policy
 from rllib_llm.cli.main import main
 from rllib_llm.engines import EngineUnavailableError, SamplingParams, make_engine
 from rllib_llm.mismatch.localise import Localisation, compare_traces, localise, ulps
-from rllib_llm.mismatch.program import KINDS, body, head
+from rllib_llm.mismatch.program import KINDS, Step, body, head
 from rllib_llm.mismatch.trace import Recorder, TraceError
 from rllib_llm.mismatch.workload import ENGINE_SITE, Token, Workload, trace_learner, trace_rollout
 from rllib_llm.models import PackedBatch, causal_lm
@@ -149,7 +149,7 @@ class OneElement:
     """Implementations of all traced operators; the `target`-th call changes one element of its first output."""
 
     def __init__(self, target: int, row: int, steps: int) -> None:
-        self.target, self.row, self.steps, self.calls = target, row, steps, 0
+        self.target, self.row, self.steps, self.calls, self.place = target, row, steps, 0, -1
 
     def of(self, operator: str) -> Callable[..., Any]:
         function = getattr(reference, operator)
@@ -165,9 +165,9 @@ class OneElement:
 
     def change(self, tensor: torch.Tensor) -> None:
         values = tensor.view(len(tensor), -1)[self.row]
-        place = int(values.float().abs().argmax())  # away from zero, where a step is one ulp of this binade
+        self.place = int(values.float().abs().argmax())  # away from zero, where a step is one ulp of this binade
         bits = values.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-        bits[place] -= self.steps
+        bits[self.place] -= self.steps
 
     def __enter__(self) -> OneElement:
         self.before = {operator: _table("cpu")[operator] for operator in KINDS}
@@ -178,6 +178,15 @@ class OneElement:
     def __exit__(self, *_: object) -> None:
         for operator, implementation in self.before.items():
             bind(operator, "cpu", implementation)
+
+
+def site_of_column(step: Step, column: int) -> str:
+    """Where an element of a call's first output belongs: one GEMM may serve several projections."""
+    for site, width in step.columns:
+        if column < width:
+            return site
+        column -= width
+    return step.site
 
 
 @pytest.mark.parametrize(("kind", "policy"), [("qwen3", "unified-fp8"), ("qwen2", "bf16")])
@@ -196,7 +205,8 @@ def test_one_changed_element_is_found_after_every_operator(kind: str, policy: st
         first = compare_traces(learner, rollout, workload).first
         assert first is not None, step.site
         scored_row = int(workload.scored[row]) if step.site in ("lm_head", "log_probs") else row
-        assert (first.site, first.differing, first.max_ulps) == (step.site, 1, steps)
+        site = site_of_column(step, planted.place)
+        assert (first.site, first.differing, first.max_ulps) == (site, 1, steps)
         assert first.first == first.worst == workload.token(scored_row)
         assert first.max_abs > 0
 

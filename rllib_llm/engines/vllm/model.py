@@ -20,7 +20,8 @@ from vllm.model_executor.layers.attention import Attention
 
 from precision_kernels import log_softmax, rotary_cos_sin
 from precision_policies import PrecisionPolicy
-from rllib_llm.models.causal_lm import CausalLM, SelfAttention
+from rllib_llm.models.causal_lm import CausalLM
+from rllib_llm.models.decoder import SelfAttention
 from rllib_llm.models.sampling_law import truncated_logits
 
 CONFIG_KEY = "rllib_llm_policy"
@@ -62,6 +63,7 @@ class VLLMCausalLM(nn.Module):
         config = vllm_config.model_config.hf_config
         policy = PrecisionPolicy.from_dict(getattr(config, CONFIG_KEY))
         self.lm = CausalLM(config, policy.resolve(config), policy, "rollout")
+        self.lm.fuse_quantisers()
         for index, layer in enumerate(self.lm.model.layers):
             attention: Any = layer.self_attn
             paged = _paged_attention(attention, vllm_config, f"model.layers.{index}.self_attn.attn")

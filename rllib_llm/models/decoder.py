@@ -1,0 +1,136 @@
+"""The layers of a dense decoder (Llama, Qwen2, Qwen3), named as Hugging Face names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from precision_kernels import AttentionLayout, Quantised, attention, rotary, silu_mul, silu_mul_quantise
+from precision_policies import Plan, PrecisionPolicy
+from rllib_llm.models.architecture import Architecture
+from rllib_llm.models.batch import PackedBatch
+from rllib_llm.models.layers import (
+    JointProjections,
+    PlannedEmbedding,
+    PlannedLinear,
+    PlannedNorm,
+    ScaleFormat,
+    Side,
+    scale_rule,
+)
+
+
+class Context:
+    """What all layers of one forward share: positions, rotary table, attention layout."""
+
+    def __init__(self, batch: PackedBatch, table: torch.Tensor, layout: AttentionLayout) -> None:
+        self.positions, self.table, self.layout = batch.positions, table, layout
+
+
+class SelfAttention(nn.Module):
+    """Projections, per-head norms where the family has them, rotation, causal attention."""
+
+    def __init__(
+        self, name: str, arch: Architecture, plan: Plan, policy: PrecisionPolicy, side: Side
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = arch.heads, arch.kv_heads, arch.head_dim
+        self.q_proj = PlannedLinear(plan[f"{name}.q_proj"], policy, side)
+        self.k_proj = PlannedLinear(plan[f"{name}.k_proj"], policy, side)
+        self.v_proj = PlannedLinear(plan[f"{name}.v_proj"], policy, side)
+        self.o_proj = PlannedLinear(plan[f"{name}.o_proj"], policy, side)
+        self.qkv = JointProjections((self.q_proj, self.k_proj, self.v_proj))
+        self.qk_norm = arch.qk_norm
+        if arch.qk_norm:
+            self.q_norm = PlannedNorm(plan[f"{name}.q_norm"], policy, side, arch.rms_eps)
+            self.k_norm = PlannedNorm(plan[f"{name}.k_norm"], policy, side, arch.rms_eps)
+
+    def forward(self, x: torch.Tensor | Quantised, context: Context, cache: Any) -> torch.Tensor:
+        """[T, H], or its codes -> [T, H]."""
+        q, k, v = self.qkv(x)
+        q = q.view(-1, self.heads, self.head_dim)
+        k, v = k.view(-1, self.kv_heads, self.head_dim), v.view(-1, self.kv_heads, self.head_dim)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotary(q, k, context.positions, context.table)
+        out = self.attend(q, k, v, context, cache)
+        return self.o_proj(out.reshape(out.shape[0], -1))
+
+    @staticmethod
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, cache: Any
+    ) -> torch.Tensor:
+        """q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]. An engine with its own paged cache puts its attention here."""
+        return attention(q, k, v, context.layout, cache)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, name: str, plan: Plan, policy: PrecisionPolicy, side: Side) -> None:
+        super().__init__()
+        self.gate_proj = PlannedLinear(plan[f"{name}.gate_proj"], policy, side)
+        self.up_proj = PlannedLinear(plan[f"{name}.up_proj"], policy, side)
+        self.down_proj = PlannedLinear(plan[f"{name}.down_proj"], policy, side)
+        self.gate_up = JointProjections((self.gate_proj, self.up_proj))
+        self.quantise_product = False
+        self.saved: tuple[str, ScaleFormat, float] = (policy.activation.saved, *scale_rule(policy))
+
+    def forward(self, x: torch.Tensor | Quantised) -> torch.Tensor:
+        """[T, H], or its codes -> [T, H]."""
+        gate, up = self.gate_up(x)
+        if self.quantise_product:
+            return self.down_proj(silu_mul_quantise(gate, up, *self.saved[1:]))
+        return self.down_proj(silu_mul(gate, up, *self.saved))
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm block. Input and output are (what the last sub-layer produced, residual stream before it)."""
+
+    def __init__(
+        self, index: int, arch: Architecture, plan: Plan, policy: PrecisionPolicy, side: Side
+    ) -> None:
+        super().__init__()
+        name = f"model.layers.{index}"
+        self.self_attn = SelfAttention(f"{name}.self_attn", arch, plan, policy, side)
+        self.mlp = FeedForward(f"{name}.mlp", plan, policy, side)
+        eps = arch.rms_eps
+        self.input_layernorm = PlannedNorm(plan[f"{name}.input_layernorm"], policy, side, eps)
+        self.post_attention_layernorm = PlannedNorm(
+            plan[f"{name}.post_attention_layernorm"], policy, side, eps
+        )
+        self.quantise_input: tuple[bool, ...] = (False, False)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, context: Context, cache: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual [T, H] -> the same two for the next layer; residual is None before the first."""
+        y, residual = self._normalise(self.input_layernorm, x, residual, self.quantise_input[0])
+        y = self.self_attn(y, context, cache)
+        y, residual = self._normalise(self.post_attention_layernorm, y, residual, self.quantise_input[1])
+        return self.mlp(y), residual
+
+    @staticmethod
+    def _normalise(
+        norm: PlannedNorm, x: torch.Tensor, residual: torch.Tensor | None, quantise: bool
+    ) -> tuple[Any, torch.Tensor]:
+        return norm.add_quantise(x, residual) if quantise else norm.add(x, residual)
+
+    def fuse_quantisers(self) -> None:
+        """Inference: norms and SiLU hand codes to fp8 linears, without the bf16 values between; same bits."""
+        self.quantise_input = tuple(
+            first.formats.forward == "fp8" for first in (self.self_attn.q_proj, self.mlp.gate_proj)
+        )
+        self.mlp.quantise_product = self.mlp.down_proj.formats.forward == "fp8"
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm: what HF names ``model.*``."""
+
+    def __init__(self, arch: Architecture, plan: Plan, policy: PrecisionPolicy, side: Side) -> None:
+        super().__init__()
+        self.embed_tokens = PlannedEmbedding(plan["model.embed_tokens"], policy, side)
+        self.layers = nn.ModuleList(DecoderLayer(i, arch, plan, policy, side) for i in range(arch.layers))
+        self.norm = PlannedNorm(plan["model.norm"], policy, side, arch.rms_eps)
