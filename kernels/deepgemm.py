@@ -77,16 +77,31 @@ def _(a, a_scales, b, b_scales):
 
 @torch.library.custom_op("precision_kernels::deepgemm_fp8_accumulate", mutates_args={"out"})
 def _fp8_accumulate_op(
-    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, out: torch.Tensor
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    out: torch.Tensor,
+    fixed: str,
 ) -> None:
-    """fp32 out [M, N] += a [M, K] @ b [N, K].T; both scales [rows, K/128] in the TMA layout."""
+    """fp32 out [M, N] += a [M, K] @ b [N, K].T; both scales [rows, K/128] in the TMA layout.
+
+    ``fixed``: the dimensions out of "mnk" that are compiled into the kernel, those of the weight. With DeepGEMM's
+    default "nk" a wgrad, whose K is the number of tokens, would compile (4 s) for every new length of a micro-batch.
+    """
     deep_gemm.fp8_gemm_nt(
-        (a, a_scales), (b, b_scales), out, c=out, recipe=(1, 1, BLOCK), disable_ue8m0_cast=True
+        (a, a_scales),
+        (b, b_scales),
+        out,
+        c=out,
+        recipe=(1, 1, BLOCK),
+        compiled_dims=fixed,
+        disable_ue8m0_cast=True,
     )
 
 
 @_fp8_accumulate_op.register_fake
-def _(a, a_scales, b, b_scales, out):
+def _(a, a_scales, b, b_scales, out, fixed):
     return None
 
 
@@ -146,7 +161,7 @@ def _product(
         scales = weight.scales.t() if transposed else weight.scales
         return _fp8_op(a.codes, a.scales, codes, scales)
     out = torch.zeros(a.shape[0], codes.shape[0], dtype=torch.float32, device=codes.device)
-    _fp8_accumulate_op(a.codes, a.scales, codes, _row_scales(weight, transposed), out)
+    _fp8_accumulate_op(a.codes, a.scales, codes, _row_scales(weight, transposed), out, "nk")
     return out.to(out_dtype)
 
 
@@ -217,7 +232,7 @@ def wgrad_fp8_matmul(dy: Quantised, x: Quantised, out: torch.Tensor | None = Non
     if out is None:
         out = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.codes.device)
     # scales [M/128, C] are stored row by row: seen as [C, M/128] that is the TMA layout already.
-    _fp8_accumulate_op(_whole_blocks(dy), dy.scales.t(), _whole_blocks(x), x.scales.t(), out)
+    _fp8_accumulate_op(_whole_blocks(dy), dy.scales.t(), _whole_blocks(x), x.scales.t(), out, "mn")
     return out
 
 
