@@ -76,9 +76,9 @@ def truncated_logits(
             `min_tokens` of an answer ban the stop ids).
     """
     # A 0-d tensor, as in precision_kernels: with a Python number CUDA would multiply by the reciprocal.
-    scaled = logits / torch.tensor(
-        effective_temperature(temperature), dtype=torch.float32, device=logits.device
-    )
+    # Filled on the device: torch.tensor(..., device=) copies from pageable memory, which waits for the stream.
+    divisor = torch.full((), effective_temperature(temperature), dtype=torch.float32, device=logits.device)
+    scaled = logits / divisor
     if banned_ids and banned_rows is not None:
         banned = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         banned[list(banned_ids)] = True
