@@ -11,7 +11,6 @@ import dataclasses
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import safetensors.torch
 import torch
 
 from benchmarks.long_answers import task
+from benchmarks.long_answers.batch import Batch, Micro
 from benchmarks.long_answers.sampler import Sample, Sampler
 from precision_policies import load_policy
 from rllib_llm.advantages import group_advantages, group_statistics
@@ -31,7 +31,7 @@ from rllib_llm.learner.gradients import Gradients
 from rllib_llm.learner.optimizer import PolicyAdamW, lr_factor
 from rllib_llm.losses import LossInputs, make_loss
 from rllib_llm.mismatch.metrics import metrics as mismatch_metrics
-from rllib_llm.models import PackedBatch, build_model, load_pretrained
+from rllib_llm.models import build_model, load_pretrained
 from rllib_llm.sync.export import export_weights
 from rllib_llm.sync.verify import verify_update
 
@@ -80,58 +80,6 @@ class Settings:
         return task.prompt_tokens(self.steps) + self.limit
 
 
-@dataclass(frozen=True)
-class _Micro:
-    """B whole sequences of one forward; of its N trained tokens where they are predicted, flat index and sequence."""
-
-    packed: PackedBatch
-    at: torch.Tensor
-    slots: torch.Tensor
-    sequence: torch.Tensor
-    rows: torch.Tensor
-
-
-class _Batch:
-    """Trained tokens of a sample, flat and in order of the sequences: targets, rollout log-probs, sequence ids."""
-
-    def __init__(self, sample: Sample, device: torch.device) -> None:
-        self.device, self.prompt = device, sample.prompts.shape[1]
-        prompts = sample.prompts.repeat(sample.group, axis=0)
-        self.rows = [
-            torch.from_numpy(np.concatenate(pair)) for pair in zip(prompts, sample.completions, strict=True)
-        ]
-        self.lengths = np.array([len(c) for c in sample.completions])
-        self.starts = np.concatenate([[0], self.lengths.cumsum()])
-        self.targets = torch.from_numpy(np.concatenate(sample.completions)).to(device)
-        self.rollout = torch.from_numpy(np.concatenate(sample.logprobs)).to(device)
-        self.sequence = torch.from_numpy(np.arange(len(self.rows)).repeat(self.lengths)).to(device)
-        self.mask = torch.ones_like(self.sequence, dtype=torch.bool)
-
-    def micro_batches(self, rows: list[int], max_tokens: int) -> Iterator[_Micro]:
-        group: list[int] = []
-        for row in rows:
-            if group and sum(len(self.rows[r]) for r in group) + len(self.rows[row]) > max_tokens:
-                yield self._micro(group)
-                group = []
-            group.append(row)
-        if group:
-            yield self._micro(group)
-
-    def _micro(self, rows: list[int]) -> _Micro:
-        offsets = np.cumsum([0, *(len(self.rows[r]) for r in rows)])
-        lengths = [int(self.lengths[r]) for r in rows]
-        at = [np.arange(n) + start + self.prompt - 1 for start, n in zip(offsets, lengths, strict=False)]
-        slots = [np.arange(self.starts[r], self.starts[r + 1]) for r in rows]
-        arrays = [
-            np.concatenate(at),
-            np.concatenate(slots),
-            np.arange(len(rows)).repeat(lengths),
-            np.array(rows),
-        ]
-        packed = PackedBatch.from_sequences([self.rows[r] for r in rows]).to(self.device)
-        return _Micro(packed, *(torch.from_numpy(a).to(self.device) for a in arrays))
-
-
 class Cell:
     """Everything of one arm and seed that an iteration changes, and the iteration."""
 
@@ -177,7 +125,7 @@ class Cell:
 
     def learn(self, problems: task.Problems, sample: Sample) -> dict[str, float]:
         """Mismatch under the weights that sampled, then the optimiser steps; metrics by the names of training."""
-        batch = _Batch(sample, self.device)
+        batch = Batch(sample, self.device)
         rewards = task.rewards(problems, sample.completions)
         groups = torch.arange(len(rewards)) // sample.group
         out = self._describe(sample, rewards, groups)
@@ -227,7 +175,7 @@ class Cell:
             self.status, self.reason = "halted", verdict.message
 
     @torch.no_grad()
-    def _logprobs(self, batch: _Batch) -> torch.Tensor:
+    def _logprobs(self, batch: Batch) -> torch.Tensor:
         """fp32, flat: log-probs of the sampled tokens under the weights that sampled them."""
         out = torch.empty_like(batch.rollout)
         for micro in batch.micro_batches(list(range(len(batch.rows))), self.settings.micro_batch_tokens):
@@ -242,7 +190,7 @@ class Cell:
 
     def _step(
         self,
-        batch: _Batch,
+        batch: Batch,
         rows: list[int],
         old: torch.Tensor,
         advantages: torch.Tensor,
@@ -274,8 +222,8 @@ class Cell:
 
     def _loss(
         self,
-        batch: _Batch,
-        micro: _Micro,
+        batch: Batch,
+        micro: Micro,
         old: torch.Tensor,
         advantages: torch.Tensor,
         tally: dict[str, list[Any]],

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.long_answers import study, task
+from benchmarks.long_answers.batch import Batch
 from benchmarks.long_answers.cell import ARMS, Cell, Settings
 from benchmarks.long_answers.pretrain import batch, steps_of_batch
 from benchmarks.long_answers.sampler import Sample, generate
@@ -111,9 +112,7 @@ def test_an_iteration_measures_mismatch_and_learns(
 
 
 def _mean_logp(cell: Cell, sample: Sample, parity: int) -> float:
-    from benchmarks.long_answers.cell import _Batch
-
-    flat = _Batch(sample, CPU)
+    flat = Batch(sample, CPU)
     return float(cell._logprobs(flat)[flat.sequence % 2 == parity].mean())
 
 
