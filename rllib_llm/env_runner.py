@@ -39,6 +39,8 @@ from rllib_llm.models.paths import resolve_model_path
 from rllib_llm.prompting import PromptEncoder
 from rllib_llm.rollout import Conversation, RolloutStats, play, seed_of
 from rllib_llm.sync.packed import WeightUpdate
+from rllib_llm.sync.receiver import Incoming
+from rllib_llm.sync.stream import StreamOffer
 from rllib_llm.sync.verify import WeightReceipt
 
 __all__ = ["LLMEnvRunner", "Reply"]
@@ -211,13 +213,17 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     # ---------------------------------------------------------------- weights
 
-    def apply_weights(self, update: WeightUpdate) -> Reply:
+    def apply_weights(self, update: WeightUpdate | Incoming | StreamOffer) -> Reply:
         """Has the engine verify and load an update; the reply's value is its `WeightReceipt`."""
 
         def call() -> WeightReceipt:
             return self.engine.update_weights(update)
 
         return self._reply(call)
+
+    def place_reply(self) -> Reply:
+        """The engine's `Place`, by which a transport is chosen."""
+        return self._reply(lambda: self.engine.place)
 
     def attest_reply(self) -> Reply:
         """The engine's `Attestation`."""

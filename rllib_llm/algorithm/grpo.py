@@ -82,7 +82,7 @@ class GRPO(Durable):
             self.learner_group,
             self.settings.policy,
             self.settings.rollout.push_timeout_s,
-            remote=self.config.num_env_runners + self.config.evaluation_num_env_runners > 0,
+            self.settings.rollout.weight_transport,
         )
         self.push_weights()
         if self.eval_env_runner_group is not None:

@@ -15,6 +15,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from rllib_llm.sync.topology import WeightTransport
+
 __all__ = [
     "GRPOSettings",
     "ModelSettings",
@@ -90,6 +92,9 @@ class RolloutSettings:
     """seconds to wait for one env runner to come back when none is left (vLLM takes a minute or two to start)"""
     push_timeout_s: float = 600.0
     """seconds an env runner has to confirm new weights"""
+    weight_transport: WeightTransport = "auto"
+    """how weights reach engines in other processes; auto takes cuda_ipc on the learner's GPU, nccl between GPUs, else
+    object_store; gloo is nccl's road over TCP. What was taken is in the log"""
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,32 @@ label. Here every runner confirms version and hashes of what it holds, or the pu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from precision_policies import compare_attestations
-from rllib_llm.algorithm.fleet import call_runners
+from rllib_llm.algorithm.fleet import LOCAL, Replies, call_runners
 from rllib_llm.guard import Evidence
-from rllib_llm.learner.weights import ExportedWeights
+from rllib_llm.sync.stream import StreamOffer, give_up
+from rllib_llm.sync.topology import STREAMED, Place, Transport, WeightTransport, choose_transport
 
 if TYPE_CHECKING:
     from ray.rllib.core.learner.learner_group import LearnerGroup
     from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
     from precision_policies import Attestation, PrecisionPolicy
+    from rllib_llm.sync.verify import WeightManifest
 
 __all__ = ["WeightPushError", "WeightSync"]
+
+logger = logging.getLogger(__name__)
+Call = Callable[[Any], Any]
 
 
 class WeightPushError(RuntimeError):
@@ -36,18 +44,20 @@ class WeightSync:
     """Keeps env runners on the learner's weights and both sides on one precision policy."""
 
     def __init__(
-        self, learner_group: LearnerGroup, policy: PrecisionPolicy, timeout_s: float, *, remote: bool
+        self,
+        learner_group: LearnerGroup,
+        policy: PrecisionPolicy,
+        timeout_s: float,
+        transport: WeightTransport = "auto",
     ):
-        """remote: some env runner is an actor, so that an export goes through Ray's object store."""
-        self.learner_group, self.policy, self.timeout_s, self.remote = (
-            learner_group,
-            policy,
-            timeout_s,
-            remote,
-        )
-        self._exported: ExportedWeights | None = None
-        self._sent: ExportedWeights | None = None
+        self.learner_group, self.policy, self.timeout_s = learner_group, policy, timeout_s
+        self.transport = transport
+        self._manifest: WeightManifest | None = None
+        self._host_copy: Any = None
+        self._sent: WeightManifest | None = None
         self._train_side: Attestation | None = None
+        self._learner_place: Place | None = None
+        self._logged: dict[tuple[int, int], Transport] = {}
 
     @property
     def version(self) -> int | None:
@@ -56,30 +66,104 @@ class WeightSync:
 
     def learner_changed(self) -> None:
         """Call after an update or a restore: the next push exports anew."""
-        self._exported = None
+        self._manifest = self._host_copy = None
 
     def push(self, group: EnvRunnerGroup, runner_ids: Sequence[int] | None = None) -> None:
         """Sends the learner's weights to the runners (None: all healthy ones) and waits for every receipt.
 
+        Each runner gets them by the transport that fits its engine's place (`rllib_llm.sync.topology`), or by the one
+        that was asked for.
+
         Raises WeightPushError naming each runner that refused, did not answer in time, or holds other bytes
         than were sent; PrecisionMismatchError when a runner computes under another policy, plan or set of
-        operators than the learner. A runner that died meanwhile is left to RLlib's recovery.
+        operators than the learner; WeightTransportError when the transport asked for cannot be used. A runner that
+        died meanwhile is left to RLlib's recovery.
         """
-        if self._exported is None:
-            self._exported = self._export()
-        self._sent = sent = self._exported
-        replies = call_runners(group, partial(_apply, update=sent.update), runner_ids, self.timeout_s)
-        problems = [f"env runner {i}: no answer within {self.timeout_s:.0f} s" for i in replies.timed_out]
-        for runner, reply in replies.answers.items():
-            if reply.error is not None:
-                problems.append(f"env runner {runner} refused: {reply.error.strip().splitlines()[-1]}")
-                continue
-            problems += [f"env runner {runner}: {p}" for p in _receipt_problems(sent, reply.value)]
-        if problems:
+        if self._manifest is None:
+            self._manifest = self._from_learner(_manifest)
+        self._sent = sent = self._manifest
+        located = call_runners(group, _place, runner_ids, self.timeout_s)
+        problems = _refusals(located)
+        routes = self._routes(group, {r: a.value for r, a in located.answers.items() if a.error is None})
+        calls, pushes = self._calls(routes, sent)
+        with self._sending(pushes) as sending:
+            replies = call_runners(group, calls, (), self.timeout_s)
+            problems += _refusals(replies)
+            for runner, reply in replies.answers.items():
+                if reply.error is None:
+                    problems += [f"env runner {runner}: {p}" for p in _receipt_problems(sent, reply.value)]
+            if problems or replies.died:
+                for offer in pushes:  # nobody is left whom the learner could wait for
+                    _give_up(offer, problems, replies.died)
+            failed = [f"the learner could not send: {e}" for f in sending if (e := f.exception())]
+        if replies.died and pushes:  # the others gave up with it: they get the weights without it
+            survivors = [runner for runner in calls if runner not in replies.died]
+            if survivors:
+                self.push(group, survivors)
+            return
+        if problems or failed:
             raise WeightPushError(
-                f"weights version {sent.version} did not arrive everywhere:\n  " + "\n  ".join(problems)
+                f"weights version {sent.version} did not arrive everywhere:\n  "
+                + "\n  ".join(problems + failed)
             )
         self.check_contract(group, runner_ids)
+
+    # ------------------------------------------------------------------ roads
+
+    def _routes(self, group: EnvRunnerGroup, places: dict[int, Place]) -> dict[Transport, dict[int, Place]]:
+        """Runners by transport; a choice is logged when it is new."""
+        if self._learner_place is None:
+            self._learner_place = self._from_learner(_weights_place)
+        routes: dict[Transport, dict[int, Place]] = {}
+        for runner, place in places.items():
+            chosen, why = choose_transport(self._learner_place, place, self.transport)
+            routes.setdefault(chosen, {})[runner] = place
+            if self._logged.get((id(group), runner)) != chosen:
+                self._logged[id(group), runner] = chosen
+                logger.info("weights to env runner %d by %s (%s)", runner, chosen, why)
+        return routes
+
+    def _calls(
+        self, routes: dict[Transport, dict[int, Place]], manifest: WeightManifest
+    ) -> tuple[dict[int, Call], list[StreamOffer]]:
+        """(what each runner is asked to do, one offer of every push that the learner must send)."""
+        calls: dict[int, Call] = {}
+        pushes: list[StreamOffer] = []
+        for transport, runners in routes.items():
+            if transport in STREAMED:
+                names = [place.identity for place in runners.values()]
+                offers = self._from_learner(
+                    partial(
+                        _offer,
+                        manifest=manifest,
+                        transport=transport,
+                        engines=names,
+                        timeout_s=self.timeout_s,
+                    )
+                )
+                calls |= {r: partial(_apply, update=o) for r, o in zip(runners, offers, strict=True)}
+                pushes.append(offers[0])
+                continue
+            if transport == "in_process":
+                update = self._from_learner(partial(_in_process, manifest=manifest))
+            else:
+                update = self._host_update(by_reference=LOCAL not in runners)
+            calls |= dict.fromkeys(runners, partial(_apply, update=update))
+        return calls, pushes
+
+    def _host_update(self, by_reference: bool) -> Any:
+        if self._host_copy is None:
+            self._host_copy = self._from_learner(partial(_exported, by_reference=by_reference)).update
+        return self._host_copy
+
+    @contextmanager
+    def _sending(self, pushes: list[StreamOffer]) -> Iterator[list[Future[None]]]:
+        """While open, the learner sends, one push after the other, beside what this thread does."""
+        if not pushes:
+            yield []
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="weight_sync") as pool:
+            yield [pool.submit(self._from_learner, partial(_send, push=offer.push)) for offer in pushes]
 
     def check_contract(self, group: EnvRunnerGroup, runner_ids: Sequence[int] | None = None) -> None:
         """Compares the attestation of each runner with the learner's, and the weights it holds with those sent.
@@ -112,9 +196,6 @@ class WeightSync:
                 raise WeightPushError(f"env runner {runner} could not attest:\n{reply.error}")
         return {f"rollout/{runner}": reply.value for runner, reply in replies.answers.items()}
 
-    def _export(self) -> ExportedWeights:
-        return self._from_learner(partial(_exported, by_reference=self.remote))
-
     def _from_learner(self, call: Callable[[Any], Any]) -> Any:
         """Result of a call on the first learner. All learners hold equal weights (asserted at build)."""
         ids = None if self.learner_group.is_local else [0]
@@ -124,8 +205,44 @@ class WeightSync:
         return result.get()
 
 
-def _exported(learner: Any, by_reference: bool) -> ExportedWeights:
+def _exported(learner: Any, by_reference: bool) -> Any:
     return learner.exported(by_reference=by_reference)
+
+
+def _manifest(learner: Any) -> WeightManifest:
+    manifest: WeightManifest = learner.weights_manifest()
+    return manifest
+
+
+def _weights_place(learner: Any) -> Place:
+    place: Place = learner.weights_place()
+    return place
+
+
+def _in_process(learner: Any, manifest: WeightManifest) -> Any:
+    return learner.in_process_update(manifest)
+
+
+def _offer(
+    learner: Any, manifest: WeightManifest, transport: Transport, engines: list[str], timeout_s: float
+) -> list[StreamOffer]:
+    offers: list[StreamOffer] = learner.offer_weights(manifest, transport, engines, timeout_s)
+    return offers
+
+
+def _send(learner: Any, push: str) -> None:
+    learner.send_weights(push)
+
+
+def _give_up(offer: StreamOffer, problems: list[str], died: list[int]) -> None:
+    try:
+        give_up(offer, "; ".join([*problems, *(f"env runner {i} died" for i in died)]))
+    except RuntimeError as error:  # the learner's store is gone, and with it whoever waited there
+        logger.warning("a weight push could not be called off: %s", error)
+
+
+def _place(runner: Any) -> Any:
+    return runner.place_reply()
 
 
 def _apply(runner: Any, update: Any) -> Any:
@@ -136,7 +253,17 @@ def _attest(runner: Any) -> Any:
     return runner.attest_reply()
 
 
-def _receipt_problems(sent: ExportedWeights, receipt: Any) -> list[str]:
+def _refusals(replies: Replies) -> list[str]:
+    """Runners that answered with an error, or not in time."""
+    silent = [f"env runner {i}: no answer in time" for i in replies.timed_out]
+    return silent + [
+        f"env runner {runner} refused: {reply.error.strip().splitlines()[-1]}"
+        for runner, reply in replies.answers.items()
+        if reply.error is not None
+    ]
+
+
+def _receipt_problems(sent: WeightManifest, receipt: Any) -> list[str]:
     problems = []
     if receipt.version != sent.version:
         problems.append(f"holds version {receipt.version}, sent was {sent.version}")

@@ -10,13 +10,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from precision_policies import Attestation, PrecisionPolicy
-from rllib_llm.sync.packed import WeightUpdate
-from rllib_llm.sync.verify import WeightReceipt
+
+if TYPE_CHECKING:
+    from rllib_llm.sync.packed import WeightUpdate
+    from rllib_llm.sync.receiver import Incoming
+    from rllib_llm.sync.stream import StreamOffer
+    from rllib_llm.sync.topology import Place
+    from rllib_llm.sync.verify import WeightReceipt
 
 FinishReason = Literal["stop", "length"]
 NO_WEIGHTS = -1
@@ -148,12 +153,23 @@ class RolloutEngine(ABC):
             EngineError: no weights yet, asleep, closed, or non-finite logits.
         """
 
+    @property
     @abstractmethod
-    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+    def place(self) -> Place:
+        """Where the weights are: what a transport is chosen by."""
+
+    @abstractmethod
+    def update_weights(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
         """Verify, then replace all weights; cached prefixes are dropped.
 
+        Args:
+            update: the weights in host memory, or of a learner in this process, or an offer of a learner that sends
+                meanwhile (`rllib_llm.sync.stream`).
+
         Raises:
-            WeightSyncError: lists every violation; the engine goes on with what it held.
+            WeightSyncError: lists every violation, or says why nothing arrived; the engine goes on with what it held.
+            EngineError: the update broke off after a part of it was applied; the engine has `NO_WEIGHTS` until the
+                next one.
         """
 
     @abstractmethod

@@ -31,7 +31,11 @@ from rllib_llm.models.causal_lm import CausalLM, build_model
 from rllib_llm.models.checkpoint import eos_token_ids, load_pretrained, load_tokenizer, model_config
 from rllib_llm.models.kv_cache import DecoderCache
 from rllib_llm.sync.packed import WeightUpdate
-from rllib_llm.sync.verify import WeightReceipt, verify_update
+from rllib_llm.sync.receiver import Incoming
+from rllib_llm.sync.stream import Groups, StreamOffer
+from rllib_llm.sync.take import take_update
+from rllib_llm.sync.topology import Place, place_of
+from rllib_llm.sync.verify import WeightReceipt
 
 _CAPACITY_STEP = 64  # caches of nearby sizes are shared between calls
 
@@ -51,6 +55,7 @@ class TorchEngine(RolloutEngine):
         max_prefill_tokens: most prompt tokens of one forward; longer prompts are chunked.
         kv_cache_bytes: bound of the KV cache; lowers the number of concurrent sequences when needed.
         device: "cpu" or "cuda".
+        allow_other_policy: load a registered model under a policy other than its own, which is refused otherwise.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class TorchEngine(RolloutEngine):
         max_prefill_tokens: int = 4096,
         kv_cache_bytes: int = 4 << 30,
         device: str | torch.device = "cpu",
+        allow_other_policy: bool = False,
     ) -> None:
         _check_options(
             max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens, kv_cache_bytes=kv_cache_bytes
@@ -75,7 +81,10 @@ class TorchEngine(RolloutEngine):
         self._path, config = model_config(model)
         self._version = NO_WEIGHTS
         if self._path is not None and load_weights:
-            self._model: CausalLM | None = load_pretrained(self._path, self.policy, "rollout").to(self.device)
+            loaded = load_pretrained(
+                self._path, self.policy, "rollout", allow_other_policy=allow_other_policy
+            )
+            self._model: CausalLM | None = loaded.to(self.device)
             self._version = CHECKPOINT_VERSION
         else:
             self._model = build_model(config, self.policy, "rollout").to(self.device)
@@ -88,6 +97,8 @@ class TorchEngine(RolloutEngine):
         self._cache: DecoderCache | None = None
         self._asleep = False
         self._closed = False
+        self._place = place_of(self.device)
+        self._groups = Groups()
 
     @property
     def weights_version(self) -> int:
@@ -164,16 +175,20 @@ class TorchEngine(RolloutEngine):
 
     # ------------------------------------------------------------------ weights
 
-    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+    @property
+    def place(self) -> Place:
+        return self._place
+
+    def update_weights(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
         self._require_awake()
-        model = self.model
-        verify_update(update, model.weight_specs(), self.policy.fingerprint, model.plan.hash)
-        self._version = (
-            NO_WEIGHTS  # if the copying below is interrupted, the engine must not sample from a mixture
-        )
-        model.load_rollout_tensors((name, tensor.unpack()) for name, tensor in update.tensors.items())
-        self._version = update.version
-        return WeightReceipt(update.version, self.policy.fingerprint, model.plan.hash, model.weight_hashes())
+
+        def begin() -> None:  # if the copying is interrupted, the engine must not sample from a mixture
+            self._version = NO_WEIGHTS
+
+        def finish(version: int) -> None:
+            self._version = version
+
+        return take_update(update, self.model, self._groups, begin, finish)
 
     def attest(self) -> Attestation:
         self._require_awake()
@@ -206,6 +221,7 @@ class TorchEngine(RolloutEngine):
         self._closed = True
         self._cache = self._model = None
         self._version = NO_WEIGHTS
+        self._groups.close()
 
     def _require_open(self) -> None:
         if self._closed:

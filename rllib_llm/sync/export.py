@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from rllib_llm.models.causal_lm import CausalLM
-from rllib_llm.sync.packed import PackedTensor, WeightUpdate, hash_tensors
+from rllib_llm.sync.packed import PackedTensor, WeightUpdate, dtype_name, hash_tensors
+from rllib_llm.sync.verify import TensorSpec, WeightManifest
 
 
 def export_weights(model: CausalLM, version: int) -> WeightUpdate:
-    """The weights of `model` (train side) as an engine holds them.
+    """The weights of `model` (train side) as an engine holds them, in host memory.
 
     A linear that is fp8 on both sides is exported as the very codes and scales that the learner's forward
     multiplies by; everything else is the master rounded to the compute dtype (then quantised, if only the rollout
@@ -17,13 +20,38 @@ def export_weights(model: CausalLM, version: int) -> WeightUpdate:
         model: side "train".
         version: number of this export, > 0; engines report it with every sample.
     """
-    if version < 1:
-        raise ValueError(
-            f"version={version}: exports count from 1 (0 is a checkpoint loaded by an engine itself)"
-        )
+    _check_version(version)
     tensors: dict[str, PackedTensor] = {}
     hashes: dict[str, str] = {}
     for name, tensor in model.rollout_tensors():
         hashes |= hash_tensors({name: tensor})
         tensors[name] = PackedTensor.pack(tensor)
     return WeightUpdate(version, model.policy.fingerprint, model.plan.hash, tensors, hashes)
+
+
+def export_manifest(model: CausalLM, version: int) -> WeightManifest:
+    """What `export_weights` would say of its tensors, hashed where they lie; the tensors themselves are dropped."""
+    _check_version(version)
+    specs: dict[str, TensorSpec] = {}
+    hashes: dict[str, str] = {}
+    pending: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, tensor in model.rollout_tensors():
+        specs[name] = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
+        pending[name] = tensor
+        held += tensor.numel() * tensor.element_size()
+        if held > _PENDING_BYTES:  # many per wait for the GPU, but not all weights in memory at once
+            hashes |= hash_tensors(pending)
+            pending, held = {}, 0
+    hashes |= hash_tensors(pending)
+    return WeightManifest(version, model.policy.fingerprint, model.plan.hash, specs, hashes)
+
+
+_PENDING_BYTES = 1 << 30
+
+
+def _check_version(version: int) -> None:
+    if version < 1:
+        raise ValueError(
+            f"version={version}: exports count from 1 (0 is a checkpoint loaded by an engine itself)"
+        )

@@ -30,6 +30,10 @@ SCALE_SUFFIX = (
 )
 
 
+HASH_BYTES = 256 << 20
+"""Most bytes of a host tensor that are copied to a GPU at a time to be hashed there."""
+
+
 class WeightSyncError(RuntimeError):
     """A weight update that was refused; nothing of it has been applied. Lists every violation."""
 
@@ -97,21 +101,28 @@ class PackedTensor:
         data = host.reshape(-1).view(torch.uint8).numpy()
         return cls(data, dtype_name(tensor.dtype), tuple(tensor.shape))
 
-    def unpack(self) -> torch.Tensor:
-        """A new CPU tensor that owns its memory (object-store arrays are read-only and may be evicted)."""
-        out = torch.empty(self.shape, dtype=DTYPES[self.dtype])
-        out.reshape(-1).view(torch.uint8).numpy()[:] = self.data
-        return out
-
     def as_bytes(self) -> torch.Tensor:
         """uint8 [nbytes] on the CPU that shares `data`. Only to be read: `data` may be read-only memory."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(np.ascontiguousarray(self.data))
 
-    def hash(self) -> str:
-        """What `hash_tensors` gives for the tensor itself."""
-        return seal(tensor_digest([self.as_bytes()]).tolist()[0], self.dtype, self.shape)
+    def view(self) -> torch.Tensor:
+        """The tensor on the CPU, sharing `data`. Only to be read, and not to be kept: it may be evicted."""
+        return self.as_bytes().view(DTYPES[self.dtype]).view(self.shape)
+
+    def unpack(self) -> torch.Tensor:
+        """A new CPU tensor that owns its memory."""
+        return self.view().clone()
+
+    def hash(self, device: torch.device | str = "cpu") -> str:
+        """What `hash_tensors` gives for the tensor itself; computed on `device`, through a copy of at most
+        `HASH_BYTES` of it.
+        """
+        data = self.as_bytes()
+        starts = list(range(0, data.numel(), HASH_BYTES)) or [0]
+        lanes = [tensor_digest([data[s : s + HASH_BYTES].to(device)], [s])[0] for s in starts]
+        return seal(torch.stack(lanes).sum(0).tolist(), self.dtype, self.shape)
 
     def problems(self) -> list[str]:
         """What is wrong with this tensor on its own: unknown dtype, wrong number of bytes; empty if

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from rllib_llm.sync.packed import SCALE_SUFFIX, PackedTensor, WeightSyncError, WeightUpdate
 
 
@@ -14,6 +16,30 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightManifest:
+    """All that is said about a weight update but its bytes: what a receiver can judge before any byte travels.
+
+    Attributes:
+        version: counts the learner's exports; samples carry it.
+        policy_fingerprint, plan_hash: under which policy and plan the bytes were made.
+        specs: name -> dtype and shape, in the order in which tensors are sent.
+        hashes: name -> hash (`rllib_llm.sync.packed.seal`), made by the sender.
+    """
+
+    version: int
+    policy_fingerprint: str
+    plan_hash: str
+    specs: Mapping[str, TensorSpec]
+    hashes: Mapping[str, str]
+
+    @classmethod
+    def of(cls, update: WeightUpdate) -> WeightManifest:
+        """The manifest of an update whose bytes are at hand."""
+        specs = {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in update.tensors.items()}
+        return cls(update.version, update.policy_fingerprint, update.plan_hash, specs, update.hashes)
 
 
 @dataclass(frozen=True)
@@ -31,55 +57,97 @@ def verify_update(
     expected: Mapping[str, TensorSpec],
     policy_fingerprint: str,
     plan_hash: str,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Compare an update with what the receiver needs, before any of it is applied.
 
+    Args:
+        device: where to hash the bytes.
+
     Raises:
-        WeightSyncError: lists all of: another policy or plan; missing or unknown tensors; wrong dtype,
-            shape or number of bytes; bytes that do not have the hash that the sender computed.
+        WeightSyncError: lists all of `manifest_problems`, and: wrong number of bytes; bytes that do not have the hash
+            that the sender computed.
     """
-    problems = []
-    if update.policy_fingerprint != policy_fingerprint:
-        problems.append(
-            f"policy fingerprint {update.policy_fingerprint[:16]}…, this engine runs "
-            f"{policy_fingerprint[:16]}…: build both "
-            "sides from one policy"
-        )
-    if update.plan_hash != plan_hash:
-        problems.append(
-            f"plan hash {update.plan_hash[:16]}…, this engine's is {plan_hash[:16]}…: the model "
-            f"configurations differ"
-        )
-    problems += [
-        f"{name}: missing{_sibling_hint(name, update)}"
-        for name in sorted(set(expected) - set(update.tensors))
-    ]
-    problems += [f"{name}: unknown to this model" for name in sorted(set(update.tensors) - set(expected))]
-    problems += [
-        f"{name}: hash without a tensor" for name in sorted(set(update.hashes) - set(update.tensors))
-    ]
+    manifest = WeightManifest.of(update)
+    problems = manifest_problems(manifest, expected, policy_fingerprint, plan_hash)
     for name in sorted(set(expected) & set(update.tensors)):
-        problems += [f"{name}: {p}" for p in _tensor_problems(name, update, expected[name])]
+        tensor: PackedTensor = update.tensors[name]
+        own = [f"{name}: {p}" for p in tensor.problems()]
+        if not own and name in update.hashes and not _spec_problems(name, manifest, expected[name]):
+            own = hash_problems({name: tensor.hash(device)}, update.hashes)
+        problems += own
     if problems:
         raise WeightSyncError(problems, update.version)
 
 
-def _sibling_hint(name: str, update: WeightUpdate) -> str:
+def verify_manifest(
+    manifest: WeightManifest,
+    expected: Mapping[str, TensorSpec],
+    policy_fingerprint: str,
+    plan_hash: str,
+) -> None:
+    """Compare what is announced with what the receiver needs, before any byte travels.
+
+    Raises:
+        WeightSyncError: lists all of `manifest_problems`.
+    """
+    problems = manifest_problems(manifest, expected, policy_fingerprint, plan_hash)
+    if problems:
+        raise WeightSyncError(problems, manifest.version)
+
+
+def manifest_problems(
+    manifest: WeightManifest,
+    expected: Mapping[str, TensorSpec],
+    policy_fingerprint: str,
+    plan_hash: str,
+) -> list[str]:
+    """Another policy or plan; missing or unknown tensors; wrong dtype or shape; a hash without tensor or a tensor
+    without hash.
+    """
+    problems = []
+    if manifest.policy_fingerprint != policy_fingerprint:
+        problems.append(
+            f"policy fingerprint {manifest.policy_fingerprint[:16]}…, this engine runs "
+            f"{policy_fingerprint[:16]}…: build both "
+            "sides from one policy"
+        )
+    if manifest.plan_hash != plan_hash:
+        problems.append(
+            f"plan hash {manifest.plan_hash[:16]}…, this engine's is {plan_hash[:16]}…: the model "
+            f"configurations differ"
+        )
+    sent = manifest.specs
+    problems += [f"{n}: missing{_sibling_hint(n, sent)}" for n in sorted(set(expected) - set(sent))]
+    problems += [f"{n}: unknown to this model" for n in sorted(set(sent) - set(expected))]
+    problems += [f"{n}: hash without a tensor" for n in sorted(set(manifest.hashes) - set(sent))]
+    for name in sorted(set(expected) & set(sent)):
+        problems += _spec_problems(name, manifest, expected[name])
+        if name not in manifest.hashes:
+            problems.append(f"{name}: no hash was sent for it")
+    return problems
+
+
+def hash_problems(found: Mapping[str, str], sent: Mapping[str, str]) -> list[str]:
+    """Tensors whose bytes, as they arrived, do not have the hash that the sender computed."""
+    return [
+        f"{name}: bytes hash to {digest[:16]}…, sent as {sent[name][:16]}…: damaged on the way"
+        for name, digest in found.items()
+        if digest != sent[name]
+    ]
+
+
+def _sibling_hint(name: str, sent: Mapping[str, TensorSpec]) -> str:
     """Half of a quantised pair is the commonest partial update; say which half came."""
     other = name.removesuffix(SCALE_SUFFIX) if name.endswith(SCALE_SUFFIX) else name + SCALE_SUFFIX
-    return f" (while {other} came)" if other in update.tensors else ""
+    return f" (while {other} came)" if other in sent else ""
 
 
-def _tensor_problems(name: str, update: WeightUpdate, spec: TensorSpec) -> list[str]:
-    tensor: PackedTensor = update.tensors[name]
-    problems = tensor.problems()
-    if tensor.dtype != spec.dtype:
-        problems.append(f"dtype {tensor.dtype}, the plan says {spec.dtype}")
-    if tuple(tensor.shape) != spec.shape:
-        problems.append(f"shape {list(tensor.shape)}, the plan says {list(spec.shape)}")
-    sent = update.hashes.get(name)
-    if sent is None:
-        problems.append("no hash was sent for it")
-    elif not problems and tensor.hash() != sent:
-        problems.append(f"bytes hash to {tensor.hash()[:16]}…, sent as {sent[:16]}…: damaged on the way")
+def _spec_problems(name: str, manifest: WeightManifest, spec: TensorSpec) -> list[str]:
+    sent = manifest.specs[name]
+    problems = []
+    if sent.dtype != spec.dtype:
+        problems.append(f"{name}: dtype {sent.dtype}, the plan says {spec.dtype}")
+    if tuple(sent.shape) != spec.shape:
+        problems.append(f"{name}: shape {list(sent.shape)}, the plan says {list(spec.shape)}")
     return problems

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,9 @@ if importlib.util.find_spec("vllm") is None:
 
 from rllib_llm.engines import SamplingParams
 from rllib_llm.sync.export import export_weights
-from tests.vllm.test_engine import deltas, prompts, ragged_config, random_learner, start
+from tests.vllm.cases import deltas, prompts, ragged_config, random_learner, start
 
 PARAMS = SamplingParams(n=2, max_tokens=160, seed=11, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    import ray
-
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
 
 
 def count_preemptions(worker: Any) -> None:
@@ -44,7 +34,7 @@ def count_preemptions(worker: Any) -> None:
     Scheduler._preempt_request = counted
 
 
-def test_preempted_requests_keep_the_learners_bits(ray_here: None) -> None:
+def test_preempted_requests_keep_the_learners_bits(ray_for_engines: None) -> None:
     """A cache that holds a third of ten growing sequences: requests are preempted, their answers so far come back as
     prefill, and every log-prob equals the learner's."""
     import ray

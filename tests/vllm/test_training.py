@@ -15,21 +15,14 @@ if importlib.util.find_spec("vllm") is None:
         "vllm is not installed here; `make test` runs this folder in .venv-vllm", allow_module_level=True
     )
 
-# Ray's workers import tests.rllib.toy too: they inherit PYTHONPATH, not sys.path.
-_ROOT = str(Path(__file__).resolve().parents[2])
-os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-from rllib_llm import GRPOConfig  # noqa: E402
-from rllib_llm import metric_names as names  # noqa: E402
-from tests.rllib.toy import CopyDigit, make_model  # noqa: E402
+from rllib_llm import GRPOConfig
+from rllib_llm import metric_names as names
+from tests.rllib.toy import CopyDigit, make_model
 
 
 @pytest.fixture
-def algorithm(tmp_path: Path) -> Iterator[Any]:
+def algorithm(ray_for_engines: None, tmp_path: Path) -> Iterator[Any]:
     """GRPO on the toy model; vLLM in a Ray actor of its own beside one remote env runner."""
-    import ray
-
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     options = {"kv_cache_bytes": 64 << 20, "max_num_seqs": 16, "device": "cpu"}
     config = (
         GRPOConfig()
@@ -46,7 +39,6 @@ def algorithm(tmp_path: Path) -> Iterator[Any]:
     algo = config.build_algo()
     yield algo
     algo.stop()
-    ray.shutdown()
 
 
 def _kill_engine(runner: Any) -> int:

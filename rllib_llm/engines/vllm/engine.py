@@ -34,12 +34,16 @@ from rllib_llm.engines.vllm import compat
 from rllib_llm.engines.vllm.worker import VLLMWorker, WorkerOptions
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.checkpoint import model_config
+from rllib_llm.registry.owner import refuse_other_policy
 from rllib_llm.sync.packed import WeightSyncError, WeightUpdate
+from rllib_llm.sync.receiver import Incoming
+from rllib_llm.sync.stream import StreamOffer, give_up
+from rllib_llm.sync.topology import Place
 from rllib_llm.sync.verify import WeightReceipt
 
 logger = logging.getLogger(__name__)
 CHUNK_BYTES = 256 << 20
-"""Weights travel through Ray's object store in chunks of about this size."""
+"""Weights that travel through Ray's object store do so in chunks of about this size."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _PROCESS_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights are written and hashed in the process that computes
@@ -70,6 +74,7 @@ class VLLMEngine(RolloutEngine):
         start_timeout_s, call_timeout_s: an actor that does not answer in time is killed, the call raises EngineError.
         seed: seed of vLLM's own generator; requests carry their own.
         vllm_options: further arguments of `vllm.LLM`.
+        allow_other_policy: load a registered model under a policy other than its own, which is refused otherwise.
 
     Raises:
         UnsupportedVLLMError, ArchitectureError, EngineError (the actor did not start: with its reason).
@@ -96,10 +101,13 @@ class VLLMEngine(RolloutEngine):
         call_timeout_s: float = 3600,
         seed: int = 0,
         vllm_options: dict[str, Any] | None = None,
+        allow_other_policy: bool = False,
     ) -> None:
         compat.vllm_version()
         self.policy: PrecisionPolicy = load_policy(policy)
         self._path, config = model_config(model)
+        if self._path is not None and load_weights:
+            refuse_other_policy(self._path, self.policy, allow_other_policy)
         architecture = Architecture.from_config(config)
         if max_model_len is not None and not 2 <= max_model_len <= architecture.max_positions:
             raise ValueError(
@@ -142,11 +150,12 @@ class VLLMEngine(RolloutEngine):
         actor = remote.options(runtime_env={"env_vars": environment}).remote(
             self._directory.name, self.policy.to_dict(), self._options
         )
-        logger.info("starting vLLM %s on %s, weights by the object store", compat.vllm_version(), self.device)
+        logger.info("starting vLLM %s on %s", compat.vllm_version(), self.device)
         self._actor = actor
-        self._get(actor.ready.remote(), timeout_s, "start")
+        self._place: Place = self._get(actor.ready.remote(), timeout_s, "start")["place"]
         if load_weights and self._path is not None:
-            self._get(actor.load_checkpoint.remote(str(self._path)), timeout_s, "load_checkpoint")
+            # its policy was compared in __init__, where the permission to change it is known
+            self._get(actor.load_checkpoint.remote(str(self._path), True), timeout_s, "load_checkpoint")
             self._version = CHECKPOINT_VERSION
         return actor
 
@@ -195,13 +204,37 @@ class VLLMEngine(RolloutEngine):
                 "sampling parameters refused:\n" + "\n".join(f"  - {p}" for p in problems)
             )
 
-    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+    @property
+    def place(self) -> Place:
+        return self._place
+
+    def update_weights(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
         self._require_awake()
-        for chunk in update.split(CHUNK_BYTES):
-            self._get(self._actor.stage.remote(chunk), self._call_timeout_s, "update_weights")
-        receipt: WeightReceipt = self._get(self._actor.apply.remote(), self._call_timeout_s, "update_weights")
+        try:
+            receipt = self._send(update)
+        except EngineError as error:  # it broke off after a part was applied, or vLLM is gone
+            self._version = NO_WEIGHTS
+            if isinstance(update, StreamOffer):
+                with contextlib.suppress(RuntimeError):  # the learner may be gone too
+                    give_up(update, str(error))
+            raise
         self._version = receipt.version
         return receipt
+
+    def _send(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
+        what, limit = "update_weights", self._call_timeout_s
+        if isinstance(update, StreamOffer):
+            receipt: WeightReceipt = self._get(self._actor.take.remote(update), limit, what)
+            return receipt
+        if not isinstance(update, WeightUpdate):
+            raise TypeError(
+                f"{type(update).__name__} cannot leave this process, and vLLM runs in another one; "
+                "send a WeightUpdate or the offer of a WeightSender"
+            )
+        for chunk in update.split(CHUNK_BYTES):
+            self._get(self._actor.stage.remote(chunk), limit, what)
+        applied: WeightReceipt = self._get(self._actor.apply.remote(), limit, what)
+        return applied
 
     def attest(self) -> Attestation:
         self._require_awake()

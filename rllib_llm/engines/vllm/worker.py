@@ -22,7 +22,10 @@ from rllib_llm.engines.base import CHECKPOINT_VERSION, NO_WEIGHTS, EngineError, 
 from rllib_llm.engines.vllm import compat
 from rllib_llm.models.checkpoint import load_pretrained
 from rllib_llm.sync.packed import WeightChunk, WeightUpdate
-from rllib_llm.sync.verify import WeightReceipt, verify_update
+from rllib_llm.sync.stream import Groups, StreamOffer
+from rllib_llm.sync.take import take_update
+from rllib_llm.sync.topology import place_of
+from rllib_llm.sync.verify import WeightReceipt
 
 Sampled = tuple[np.ndarray, np.ndarray, str]
 """Token ids int64 [L], log-probs float32 [L], "stop" or "length"."""
@@ -60,10 +63,12 @@ class VLLMWorker:
         self.model = compat.loaded_model(self.llm)
         self.version = NO_WEIGHTS
         self._chunks: list[WeightChunk] = []
+        self._groups = Groups()
+        self._place = place_of(next(self.model.lm.buffers()).device)
 
     def ready(self) -> dict[str, Any]:
-        """Facts that the handle needs: vocabulary size."""
-        return {"vocab": self.model.lm.architecture.vocab}
+        """Facts that the handle needs: vocabulary size, and where the weights are."""
+        return {"vocab": self.model.lm.architecture.vocab, "place": self._place}
 
     # ------------------------------------------------------------------ generation
 
@@ -116,34 +121,39 @@ class VLLMWorker:
         self._chunks.append(chunk)
 
     def apply(self) -> WeightReceipt:
-        """Verify the staged update as a whole, then copy it over the weights in place and drop cached prefixes.
+        """`take` the staged update."""
+        chunks, self._chunks = self._chunks, []
+        return self.take(WeightUpdate.assemble(chunks))
+
+    def take(self, update: WeightUpdate | StreamOffer) -> WeightReceipt:
+        """Verify an update as a whole, then copy it over the weights in place and drop cached prefixes.
 
         Raises:
             WeightSyncError: nothing has been applied.
-            EngineError: vLLM would not drop its prefix cache.
+            EngineError: it broke off later, or vLLM would not drop its prefix cache; there are `NO_WEIGHTS`.
         """
-        chunks, self._chunks = self._chunks, []
-        update = WeightUpdate.assemble(chunks)
-        lm = self.model.lm
-        verify_update(update, lm.weight_specs(), self.policy.fingerprint, lm.plan.hash)
-        self.load(update.version, ((name, tensor.unpack()) for name, tensor in update.tensors.items()))
-        return WeightReceipt(update.version, self.policy.fingerprint, lm.plan.hash, lm.weight_hashes())
+        return take_update(update, self.model.lm, self._groups, self._begin_load, self._finish_load)
 
     def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy verified tensors (any device) over the weights, one at a time: extra GPU memory is that of
-        one tensor.
-        """
-        self.version = NO_WEIGHTS
+        """Copy tensors that need no verification (any device) over the weights, one at a time."""
+        self._begin_load()
         self.model.lm.load_rollout_tensors(tensors)
+        self._finish_load(version)
+
+    def _begin_load(self) -> None:
+        self.version = NO_WEIGHTS
+
+    def _finish_load(self, version: int) -> None:
         if self.options.enable_prefix_caching and self.llm.reset_prefix_cache() is False:
             raise EngineError(
                 "vLLM refused to reset its prefix cache (requests are running): stale keys would be reused"
             )
         self.version = version
 
-    def load_checkpoint(self, path: str) -> None:
+    def load_checkpoint(self, path: str, allow_other_policy: bool = False) -> None:
         """The weights of a model directory, rounded and quantised as an export of them would be."""
-        self.load(CHECKPOINT_VERSION, load_pretrained(path, self.policy, "rollout").named_buffers())
+        loaded = load_pretrained(path, self.policy, "rollout", allow_other_policy=allow_other_policy)
+        self.load(CHECKPOINT_VERSION, loaded.named_buffers())
 
     def attest(self) -> Attestation:
         """The statement of this process; on CUDA the attention operator is the one that vLLM's layers are

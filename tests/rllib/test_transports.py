@@ -1,0 +1,67 @@
+"""Weights by a broadcast instead of Ray's object store, in the whole loop; and a transport that cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rllib_llm import metric_names as names
+from rllib_llm.algorithm.fleet import call_runners
+from rllib_llm.env_runner import Reply
+from rllib_llm.sync.topology import WeightTransportError
+
+Make = Callable[..., Any]
+
+
+def _held(runner: Any) -> Reply:
+    return Reply(runner.worker_index, (runner.engine.weights_version, dict(runner.engine.attest().weights)))
+
+
+def _pid(runner: Any) -> Reply:
+    return Reply(runner.worker_index, os.getpid())
+
+
+def test_a_broadcast_serves_all_runners_and_survives_the_death_of_one(
+    build: Make, toy_config: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A remote learner and two env runners over gloo: mismatch 0, both hold what the learner has, and after kill -9 of
+    one the other trains on, and the restarted one gets the weights too."""
+    config = (
+        toy_config("unified-fp8", weight_transport="gloo")
+        .learners(num_learners=1)
+        .env_runners(num_env_runners=2)
+    )
+    with caplog.at_level(logging.INFO, logger="rllib_llm.algorithm.weight_sync"):
+        algo = build(config)
+    assert "weights to env runner 2 by gloo (asked for)" in caplog.text
+    for _ in range(2):
+        assert algo.train()[names.MISMATCH]["max_abs"] == 0
+    held = call_runners(algo.env_runner_group, _held).answers
+    assert len(held) == 2
+    assert {reply.value[0] for reply in held.values()} == {algo.weights.version}
+    assert all(reply.value[1] == dict(algo.weights._sent.hashes) for reply in held.values())
+    os.kill(call_runners(algo.env_runner_group, _pid, [1]).answers[1].value, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        result = algo.train()
+        held = call_runners(algo.env_runner_group, _held).answers
+        if len(held) == 2:
+            break
+    assert result[names.MISMATCH]["max_abs"] == 0
+    assert {runner: reply.value[0] for runner, reply in held.items()} == dict.fromkeys(
+        (1, 2), algo.weights.version
+    )
+
+
+def test_a_transport_that_cannot_be_used_is_refused_with_the_reason(build: Make) -> None:
+    """CUDA IPC for an engine on the CPU: an error that names both places, never another transport."""
+    with pytest.raises(
+        WeightTransportError, match=r"weight_transport=cuda_ipc: .* not on the same GPU .*the CPU"
+    ):
+        build(weight_transport="cuda_ipc")
