@@ -54,10 +54,11 @@ def _digest_kernel(
     if (tl.program_id(0) == 0) & (tail > 0):
         byte = tl.arange(0, 8)
         last = tl.load(data + whole * 8 + byte, byte < tail, 0).to(tl.int64) << (byte.to(tl.int64) * 8)
-        f, h = _mixed(tl.zeros((1,), tl.int64) + tl.sum(last, 0), first + whole + tl.zeros((1,), tl.int64))
+        word, place = tl.zeros((1,), tl.int64) + tl.sum(last, 0), tl.zeros((1,), tl.int64) + (first + whole)
+        tail_f, tail_h = _mixed(word, place)
         once = tl.full((1,), True, tl.int1)
-        tl.atomic_add(lanes, _signed_sum(f, once))
-        tl.atomic_add(lanes + 1, _signed_sum(h, once))
+        tl.atomic_add(lanes, _signed_sum(tail_f, once))
+        tl.atomic_add(lanes + 1, _signed_sum(tail_h, once))
 
 
 def tensor_digest(tensors: Sequence[torch.Tensor], starts: Sequence[int] | None = None) -> torch.Tensor:
