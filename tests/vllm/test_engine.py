@@ -177,8 +177,8 @@ def test_options_that_decide_numerics_cannot_be_overridden() -> None:
     assert (
         _llm_arguments("d", policy, dataclasses.replace(options, extra={"swap_space": 1}))["swap_space"] == 1
     )
-    bad = {"attention_config": {}, "logprobs_mode": "raw_logprobs"}
-    with pytest.raises(ValueError, match="attention_config, logprobs_mode"):
+    bad = {"attention_config": {}, "disable_cascade_attn": False, "logprobs_mode": "raw_logprobs"}
+    with pytest.raises(ValueError, match="attention_config, disable_cascade_attn, logprobs_mode"):
         _llm_arguments("d", policy, dataclasses.replace(options, extra=bad))
 
 

@@ -68,7 +68,11 @@ def llm_options(device: str, *, graphs: bool, sleep_mode: bool) -> dict[str, Any
     graphs with one attention split, and log-probs are returned as the model computed them ("raw_logits": the
     model returns log-probs).
     """
-    options: dict[str, Any] = {"logprobs_mode": "raw_logits", "enable_sleep_mode": sleep_mode}
+    options: dict[str, Any] = {
+        "logprobs_mode": "raw_logits",
+        "enable_sleep_mode": sleep_mode,
+        "disable_cascade_attn": True,  # a shared prefix would be summed apart from the rest
+    }
     if device == "cpu":
         # 0.32 rewinds a seeded request's generator after a partial prefill, which CPU generators cannot
         # ("CPU Generator does not use offset"): whole prompts only.
