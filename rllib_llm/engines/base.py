@@ -6,6 +6,7 @@ passes through an engine: the caller tokenises once and trains on the very ids t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -153,6 +154,46 @@ class RolloutEngine(ABC):
             EngineError: no weights yet, asleep, closed, or non-finite logits.
         """
 
+    @abstractmethod
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[int]:
+        """Begin to sample as `generate` does, and return at once: requests may come and end unevenly.
+
+        A request's completions are those that `generate` gives for the same prompt and seed. While requests are
+        pending, further ones need the same `params` (but for `seed`), and `generate`, `update_weights` and `sleep` are
+        refused: every token of a completion is of one version.
+
+        Returns:
+            One id per prompt, for `collect` and `abort`.
+
+        Raises:
+            PromptError, SamplingParamsError, EngineError: as of `generate`; no request is begun.
+        """
+
+    @abstractmethod
+    def collect(self, timeout_s: float) -> dict[int, list[Completion]]:
+        """Completions of requests that have ended since the last call, by id.
+
+        Returns as soon as one request has all its completions, or with nothing after `timeout_s` seconds or when
+        nothing is pending. vLLM goes on sampling between calls; the embedded engine samples during calls only.
+
+        Raises:
+            EngineError: sampling failed; all pending requests are lost.
+        """
+
+    @abstractmethod
+    def abort(self, requests: Sequence[int] | None = None) -> list[int]:
+        """End pending requests (None: all) without completions; the ids of those that were ended.
+
+        Ids that are not pending, because their completions were collected, are passed over.
+        """
+
+    @property
+    @abstractmethod
+    def pending(self) -> int:
+        """Requests that were submitted and neither collected nor aborted."""
+
     @property
     @abstractmethod
     def place(self) -> Place:
@@ -243,3 +284,25 @@ def check_sampling_policy(policy: PrecisionPolicy, params: SamplingParams) -> No
     if problems:
         lines = "\n".join(f"  - {p}" for p in problems)
         raise SamplingParamsError(f"policy {policy.name!r} refuses these sampling parameters:\n{lines}")
+
+
+def require_idle(pending: int) -> None:
+    """EngineError if requests are pending."""
+    if pending:
+        raise EngineError(
+            f"{pending} submitted request(s) are pending: collect or abort them first; the tokens of a completion are "
+            "all of one weights version"
+        )
+
+
+def check_same_law(pending: SamplingParams, params: SamplingParams) -> None:
+    """Refuse to mix sampling parameters among pending requests.
+
+    Raises:
+        SamplingParamsError: they differ in more than the seed.
+    """
+    if dataclasses.replace(pending, seed=None) != dataclasses.replace(params, seed=None):
+        raise SamplingParamsError(
+            f"requests with {pending} are pending, and {params} were asked for: an engine samples with one law at a "
+            "time; collect or abort the pending requests first"
+        )

@@ -1,4 +1,4 @@
-"""One `generate` call of the embedded engine: admission, chunked prefill with shared prefixes, decode, slots.
+"""Sampling in the embedded engine: admission, chunked prefill with shared prefixes, decode, slots.
 
 Continuous batching: sequences occupy slots 0..A-1 of the KV cache; one that ends leaves at once, the last
 one moves into its slot, and waiting ones are admitted. A prompt is prefilled once into a staging slot, its
@@ -57,40 +57,82 @@ class _Staged:
 
 
 class Generation:
-    """Runs one `generate` call to its end; see `run`."""
+    """Prompts that are sampled together; all at once (`run`), or coming and going between steps."""
 
     def __init__(
         self,
         model: CausalLM,
         cache: DecoderCache,
         limits: Limits,
-        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        seeds: Sequence[Sequence[int]],
         stop_rule: StopRule,
         weights_version: int,
     ) -> None:
         self.model, self.cache, self.limits, self.params = model, cache, limits, params
-        self.prompts = [torch.as_tensor(p, dtype=torch.int64) for p in prompts]
-        self.seeds, self.stop_rule, self.version = seeds, stop_rule, weights_version
-        self.waiting = deque(range(len(prompts)))
+        self.prompts: dict[int, torch.Tensor] = {}
+        self.seeds: dict[int, Sequence[int]] = {}
+        self.stop_rule, self.version = stop_rule, weights_version
+        self.waiting: deque[int] = deque()
         self.staged: deque[_Staged] = deque()
         self.active: list[_Running] = []
         self.device = cache.device
         self.uniforms = torch.zeros(
             limits.sequences, params.max_tokens, dtype=torch.float64, device=self.device
         )
-        self.results: list[list[Completion | None]] = [[None] * params.n for _ in prompts]
+        self.results: dict[int, list[Completion | None]] = {}
+        self._next = 0
+
+    def add(self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> list[int]:
+        """Queue prompts; their numbers, which count from 0."""
+        numbers = list(range(self._next, self._next + len(prompts)))
+        self._next += len(prompts)
+        for number, prompt, seed in zip(numbers, prompts, seeds, strict=True):
+            self.prompts[number] = torch.as_tensor(prompt, dtype=torch.int64)
+            self.seeds[number] = seed
+            self.results[number] = [None] * self.params.n
+        self.waiting.extend(numbers)
+        return numbers
 
     def run(self) -> list[list[Completion]]:
         """All completions, ``[prompt][child]``."""
-        while self.waiting or self.staged or self.active:
-            self._admit()
-            if self.active:
-                self._decode_step()
-        done = [[c for c in row if c is not None] for row in self.results]
-        assert all(len(row) == self.params.n for row in done)
-        return done
+        done: dict[int, list[Completion]] = {}
+        while self.busy:
+            self.step()
+            done |= self.take_finished()
+        return [done[number] for number in sorted(done)]
+
+    @property
+    def busy(self) -> bool:
+        """Something is left to sample."""
+        return bool(self.waiting or self.staged or self.active)
+
+    def step(self) -> None:
+        """Admit what there is room for, and sample one token of every running sequence."""
+        self._admit()
+        if self.active:
+            self._decode_step()
+
+    def take_finished(self) -> dict[int, list[Completion]]:
+        """Prompts that have all their completions; they are forgotten here."""
+        finished = {}
+        for number, row in self.results.items():
+            complete = [c for c in row if c is not None]
+            if len(complete) == self.params.n:
+                finished[number] = complete
+        for number in finished:
+            self._forget(number)
+        return finished
+
+    def drop(self, number: int) -> None:
+        """End a prompt's sequences without completions."""
+        if number in self.waiting:
+            self.waiting.remove(number)
+        self.staged = deque(s for s in self.staged if s.prompt != number)
+        self._vacate([slot for slot, sequence in enumerate(self.active) if sequence.prompt == number])
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        del self.results[number], self.prompts[number], self.seeds[number]
 
     # ------------------------------------------------------------------ admission and prefill
 
@@ -211,9 +253,8 @@ class Generation:
         self._leave(finished)
 
     def _leave(self, finished: list[tuple[int, FinishReason]]) -> None:
-        """Store finished sequences and close the gaps, from the highest slot down so that indices stay
-        valid."""
-        for slot, reason in reversed(finished):
+        """Store finished sequences and free their slots."""
+        for slot, reason in finished:
             sequence = self.active[slot]
             self.results[sequence.prompt][sequence.child] = Completion(
                 np.asarray(sequence.token_ids, dtype=np.int64),
@@ -221,6 +262,11 @@ class Generation:
                 reason,
                 self.version,
             )
+        self._vacate([slot for slot, _ in finished])
+
+    def _vacate(self, slots: list[int]) -> None:
+        """Remove sequences and close the gaps, from the highest slot down so that indices stay valid."""
+        for slot in reversed(slots):
             tail = self.active.pop()
             if slot < len(self.active):
                 self.active[slot] = tail

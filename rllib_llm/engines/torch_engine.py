@@ -8,7 +8,8 @@ the same weights.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from rllib_llm.engines.base import (
     RolloutEngine,
     SamplingParams,
     check_prompts,
+    check_same_law,
     check_sampling_policy,
+    require_idle,
 )
 from rllib_llm.engines.generation import Generation, Limits
 from rllib_llm.engines.stopping import Decoder, StopRule
@@ -99,6 +102,9 @@ class TorchEngine(RolloutEngine):
         self._closed = False
         self._place = place_of(self.device)
         self._groups = Groups()
+        self._running: Generation | None = None
+        self._requests: dict[int, int] = {}  # id -> number in `_running`
+        self._next_id = 0
 
     @property
     def weights_version(self) -> int:
@@ -117,28 +123,87 @@ class TorchEngine(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
         self._require_ready()
-        check_sampling_policy(self.policy, params)
-        check_prompts(prompts, self.model.architecture.vocab, self.max_model_len)
+        self._require_idle()
+        self._check_request(prompts, params)
         if not prompts:
             return []
-        stop_rule = StopRule(params, self._eos, self._stop_tokenizer() if params.stop else None)
-        limits, capacity = self._limits(prompts, params)
-        run = Generation(
-            self.model,
-            self._cache_of(limits.sequences + limits.staged, capacity),
-            limits,
-            prompts,
-            params,
-            sequence_seeds(len(prompts), params.seed, seeds),
-            stop_rule,
-            self._version,
-        )
+        wanted = min(self.max_num_seqs, len(prompts) * params.n)
+        run = self._generation(max(map(len, prompts)), wanted, params)
+        run.add(prompts, sequence_seeds(len(prompts), params.seed, seeds))
         with torch.no_grad():
             return run.run()
 
-    def _limits(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> tuple[Limits, int]:
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[int]:
+        self._require_ready()
+        self._check_request(prompts, params)
+        if self._running is None:
+            # Any prompt may follow, so a slot holds a whole context.
+            self._running = self._generation(self.max_model_len, self.max_num_seqs, params)
+        check_same_law(self._running.params, params)
+        numbers = self._running.add(prompts, sequence_seeds(len(prompts), params.seed, seeds))
+        ids = list(range(self._next_id, self._next_id + len(numbers)))
+        self._next_id += len(numbers)
+        self._requests |= dict(zip(ids, numbers, strict=True))
+        return ids
+
+    def collect(self, timeout_s: float) -> dict[int, list[Completion]]:
+        self._require_awake()
+        deadline = time.monotonic() + timeout_s
+        finished: dict[int, list[Completion]] = {}
+        try:
+            with torch.no_grad():
+                while self._running is not None and not finished:
+                    self._running.step()
+                    finished = self._running.take_finished()
+                    if time.monotonic() > deadline:
+                        break
+        except BaseException:  # half-done sequences are not gone on with
+            self._drop_requests()
+            raise
+        ids = {number: request for request, number in self._requests.items()}
+        done = {ids[number]: row for number, row in finished.items()}
+        self._forget_requests(done)
+        return done
+
+    def abort(self, requests: Sequence[int] | None = None) -> list[int]:
+        self._require_open()
+        ended = [r for r in (self._requests if requests is None else requests) if r in self._requests]
+        for request in ended:
+            assert self._running is not None, "a pending request runs"
+            self._running.drop(self._requests[request])
+        self._forget_requests(ended)
+        return ended
+
+    @property
+    def pending(self) -> int:
+        return len(self._requests)
+
+    def _forget_requests(self, ids: Iterable[int]) -> None:
+        for request in list(ids):
+            del self._requests[request]
+        if not self._requests:
+            self._running = None
+
+    def _drop_requests(self) -> None:
+        self._requests.clear()
+        self._running = None
+
+    def _check_request(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        check_sampling_policy(self.policy, params)
+        check_prompts(prompts, self.model.architecture.vocab, self.max_model_len)
+
+    def _generation(self, longest_prompt: int, wanted: int, params: SamplingParams) -> Generation:
+        """A run without prompts yet, for at most `wanted` sequences at once."""
+        stop_rule = StopRule(params, self._eos, self._stop_tokenizer() if params.stop else None)
+        limits, capacity = self._limits(longest_prompt, wanted, params)
+        cache = self._cache_of(limits.sequences + limits.staged, capacity)
+        return Generation(self.model, cache, limits, params, stop_rule, self._version)
+
+    def _limits(self, longest_prompt: int, wanted: int, params: SamplingParams) -> tuple[Limits, int]:
         """How many sequences fit into the KV budget at once, and how long a slot must be."""
-        longest = min(self.max_model_len, max(map(len, prompts)) + params.max_tokens)
+        longest = min(self.max_model_len, longest_prompt + params.max_tokens)
         capacity = -(-longest // _CAPACITY_STEP) * _CAPACITY_STEP
         per_slot = DecoderCache.bytes_per_slot(self.model.architecture, capacity, self.model.compute_dtype)
         affordable = self.kv_cache_bytes // per_slot
@@ -148,8 +213,7 @@ class TorchEngine(RolloutEngine):
                 f"({per_slot} bytes "
                 "each), two are needed (a prompt and one completion): raise it or lower max_tokens"
             )
-        wanted = min(self.max_num_seqs, len(prompts) * params.n)
-        staged = min(len(prompts), -(-wanted // params.n), max(1, affordable // 4))
+        staged = min(-(-wanted // params.n), max(1, affordable // 4))
         return Limits(
             min(wanted, affordable - staged), staged, self.max_prefill_tokens, self.max_model_len
         ), capacity
@@ -181,6 +245,7 @@ class TorchEngine(RolloutEngine):
 
     def update_weights(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
         self._require_awake()
+        self._require_idle()
 
         def begin() -> None:  # if the copying is interrupted, the engine must not sample from a mixture
             self._version = NO_WEIGHTS
@@ -205,6 +270,7 @@ class TorchEngine(RolloutEngine):
         if level not in (1, 2):
             raise ValueError(f"sleep(level={level}): 1 frees the KV cache, 2 also the weights")
         self._require_open()
+        self._require_idle()
         self._cache = None
         self._asleep = True
         if level == 2:
@@ -222,6 +288,10 @@ class TorchEngine(RolloutEngine):
         self._cache = self._model = None
         self._version = NO_WEIGHTS
         self._groups.close()
+        self._drop_requests()
+
+    def _require_idle(self) -> None:
+        require_idle(self.pending)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -37,8 +37,6 @@ def count_preemptions(worker: Any) -> None:
 def test_preempted_requests_keep_the_learners_bits(ray_for_engines: None) -> None:
     """A cache that holds a third of ten growing sequences: requests are preempted, their answers so far come back as
     prefill, and every log-prob equals the learner's."""
-    import ray
-
     config = ragged_config("qwen3")
     model = random_learner(config, "unified-fp8")
     per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
@@ -46,9 +44,9 @@ def test_preempted_requests_keep_the_learners_bits(ray_for_engines: None) -> Non
     engine = start(config, "unified-fp8", kv_cache_bytes=1024 * per_token)
     try:
         engine.update_weights(export_weights(model, 1))
-        ray.get(engine._actor.__ray_call__.remote(count_preemptions))
+        engine._actor.inspect(count_preemptions)
         answers = engine.generate(asked, PARAMS)
-        preemptions = ray.get(engine._actor.__ray_call__.remote(lambda worker: worker.preemptions))
+        preemptions = engine._actor.inspect(lambda worker: worker.preemptions)
     finally:
         engine.close()
     assert preemptions > 0

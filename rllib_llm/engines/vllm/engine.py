@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import shutil
-import tempfile
+import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from precision_policies import Attestation, PrecisionPolicy, load_policy
 from rllib_llm.engines.base import (
@@ -22,35 +16,30 @@ from rllib_llm.engines.base import (
     NO_WEIGHTS,
     Completion,
     EngineError,
-    PromptError,
     RolloutEngine,
     SamplingParams,
     SamplingParamsError,
     check_prompts,
+    check_same_law,
     check_sampling_policy,
+    require_idle,
 )
 from rllib_llm.engines.torch_engine import sequence_seeds
 from rllib_llm.engines.vllm import compat
-from rllib_llm.engines.vllm.worker import VLLMWorker, WorkerOptions
+from rllib_llm.engines.vllm.actor import VLLMActor, config_directory
+from rllib_llm.engines.vllm.worker import WorkerOptions
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.checkpoint import model_config
 from rllib_llm.registry.owner import refuse_other_policy
-from rllib_llm.sync.packed import WeightSyncError, WeightUpdate
+from rllib_llm.sync.packed import WeightUpdate
 from rllib_llm.sync.receiver import Incoming
 from rllib_llm.sync.stream import StreamOffer, give_up
 from rllib_llm.sync.topology import Place
 from rllib_llm.sync.verify import WeightReceipt
 
-logger = logging.getLogger(__name__)
 CHUNK_BYTES = 256 << 20
 """Weights that travel through Ray's object store do so in chunks of about this size."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_PROCESS_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights are written and hashed in the process that computes
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",  # its own layers are not used; minutes of JIT otherwise
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 class VLLMEngine(RolloutEngine):
@@ -136,28 +125,23 @@ class VLLMEngine(RolloutEngine):
         self._call_timeout_s = call_timeout_s
         self._version = NO_WEIGHTS
         self._asleep = False
-        self._directory = _config_directory(self._path, config)
-        self._actor: Any = self._start(num_gpus, num_cpus, start_timeout_s, load_weights)
-
-    def _start(self, num_gpus: float, num_cpus: float, timeout_s: float, load_weights: bool) -> Any:
-        environment = _PROCESS_ENVIRONMENT | self.policy.environment(engine="vllm", device=self.device)
-        if self.device == "cuda" and not num_gpus:
-            # Ray hides the GPUs from an actor that reserves none; this one shares those of the env runner.
-            environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-            if "CUDA_VISIBLE_DEVICES" in os.environ:
-                environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-        remote = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0)(VLLMWorker)
-        actor = remote.options(runtime_env={"env_vars": environment}).remote(
-            self._directory.name, self.policy.to_dict(), self._options
+        self._requests: dict[int, list[Completion | None]] = {}
+        self._next_id = 0
+        self._law = SamplingParams()
+        self._directory = config_directory(self._path, config)
+        self._actor = VLLMActor(
+            self._directory.name,
+            self.policy,
+            self._options,
+            num_gpus=num_gpus,
+            num_cpus=num_cpus,
+            call_timeout_s=call_timeout_s,
         )
-        logger.info("starting vLLM %s on %s", compat.vllm_version(), self.device)
-        self._actor = actor
-        self._place: Place = self._get(actor.ready.remote(), timeout_s, "start")["place"]
+        self._place: Place = self._call("ready", timeout_s=start_timeout_s)["place"]
         if load_weights and self._path is not None:
             # its policy was compared in __init__, where the permission to change it is known
-            self._get(actor.load_checkpoint.remote(str(self._path), True), timeout_s, "load_checkpoint")
+            self._call("load_checkpoint", str(self._path), True, timeout_s=start_timeout_s)
             self._version = CHECKPOINT_VERSION
-        return actor
 
     @property
     def weights_version(self) -> int:
@@ -166,6 +150,80 @@ class VLLMEngine(RolloutEngine):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
+        self._check_request(prompts, params)
+        require_idle(self.pending)
+        if not prompts:
+            return []
+        request_seeds = _request_seeds(len(prompts), params, seeds)
+        plain = [[int(t) for t in p] for p in prompts]
+        answers = self._call("generate", plain, params, request_seeds)
+        return [
+            [Completion(ids, logp, reason, self._version) for ids, logp, reason in row] for row in answers
+        ]
+
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[int]:
+        self._check_request(prompts, params)
+        if self._requests:
+            check_same_law(self._law, params)
+        self._law = params
+        ids = list(range(self._next_id, self._next_id + len(prompts)))
+        self._next_id += len(ids)
+        plain, names, flat_seeds = [], [], []
+        for request, prompt, row in zip(
+            ids, prompts, _request_seeds(len(prompts), params, seeds), strict=True
+        ):
+            self._requests[request] = [None] * params.n
+            names += [_child_name(request, child) for child in range(params.n)]
+            plain += [[int(t) for t in prompt]] * params.n
+            flat_seeds += row
+        self._call("submit", names, plain, params, flat_seeds)
+        return ids
+
+    def collect(self, timeout_s: float) -> dict[int, list[Completion]]:
+        self._require_awake()
+        deadline = time.monotonic() + timeout_s
+        done: dict[int, list[Completion]] = {}
+        while self._requests and not done:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                finished = self._call("collect", left, timeout_s=left + self._call_timeout_s)
+            except EngineError:
+                self._requests.clear()
+                raise
+            for name, (ids, logprobs, reason) in finished.items():
+                request, child = map(int, name.split("/"))
+                self._requests[request][child] = Completion(ids, logprobs, reason, self._version)
+            for request, row in list(self._requests.items()):
+                complete = [c for c in row if c is not None]
+                if len(complete) == len(row):
+                    done[request] = complete
+                    del self._requests[request]
+            if time.monotonic() >= deadline:
+                break
+        return done
+
+    def abort(self, requests: Sequence[int] | None = None) -> list[int]:
+        self._require_open()
+        ended = [r for r in (self._requests if requests is None else requests) if r in self._requests]
+        self._call("abort", [_child_name(r, c) for r in ended for c in range(len(self._requests[r]))])
+        for request in ended:
+            del self._requests[request]
+        return ended
+
+    @property
+    def pending(self) -> int:
+        return len(self._requests)
+
+    def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        try:
+            return self._actor.call(method, *arguments, timeout_s=timeout_s)
+        finally:
+            if not self._actor.alive:
+                self.close()
+
+    def _check_request(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         self._require_awake()
         if self._version == NO_WEIGHTS:
             raise EngineError(
@@ -174,19 +232,6 @@ class VLLMEngine(RolloutEngine):
         check_sampling_policy(self.policy, params)
         check_prompts(prompts, self.vocab, self.max_model_len)
         self._check_params(params)
-        if not prompts:
-            return []
-        request_seeds = [
-            [_request_seed(seed, child) for child in range(params.n)]
-            for seed in sequence_seeds(len(prompts), params.seed, seeds)
-        ]
-        plain = [[int(t) for t in p] for p in prompts]
-        answers = self._get(
-            self._actor.generate.remote(plain, params, request_seeds), self._call_timeout_s, "generate"
-        )
-        return [
-            [Completion(ids, logp, reason, self._version) for ids, logp, reason in row] for row in answers
-        ]
 
     def _check_params(self, params: SamplingParams) -> None:
         problems = []
@@ -210,6 +255,7 @@ class VLLMEngine(RolloutEngine):
 
     def update_weights(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
         self._require_awake()
+        require_idle(self.pending)
         try:
             receipt = self._send(update)
         except EngineError as error:  # it broke off after a part was applied, or vLLM is gone
@@ -222,9 +268,8 @@ class VLLMEngine(RolloutEngine):
         return receipt
 
     def _send(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
-        what, limit = "update_weights", self._call_timeout_s
         if isinstance(update, StreamOffer):
-            receipt: WeightReceipt = self._get(self._actor.take.remote(update), limit, what)
+            receipt: WeightReceipt = self._call("take", update)
             return receipt
         if not isinstance(update, WeightUpdate):
             raise TypeError(
@@ -232,13 +277,13 @@ class VLLMEngine(RolloutEngine):
                 "send a WeightUpdate or the offer of a WeightSender"
             )
         for chunk in update.split(CHUNK_BYTES):
-            self._get(self._actor.stage.remote(chunk), limit, what)
-        applied: WeightReceipt = self._get(self._actor.apply.remote(), limit, what)
+            self._call("stage", chunk)
+        applied: WeightReceipt = self._call("apply")
         return applied
 
     def attest(self) -> Attestation:
         self._require_awake()
-        attestation: Attestation = self._get(self._actor.attest.remote(), self._call_timeout_s, "attest")
+        attestation: Attestation = self._call("attest")
         return attestation
 
     def sleep(self, level: int = 1) -> None:
@@ -249,7 +294,8 @@ class VLLMEngine(RolloutEngine):
             raise EngineError(
                 "sleep needs a GPU and the option sleep_mode=True; vLLM on CPU cannot give memory back"
             )
-        self._get(self._actor.sleep.remote(level), self._call_timeout_s, "sleep")
+        require_idle(self.pending)
+        self._call("sleep", level)
         self._asleep = True
         if level == 2:
             self._version = NO_WEIGHTS
@@ -257,39 +303,17 @@ class VLLMEngine(RolloutEngine):
     def wake(self) -> None:
         self._require_open()
         if self._asleep:
-            self._get(self._actor.wake.remote(), self._call_timeout_s, "wake")
+            self._call("wake")
             self._asleep = False
 
     def close(self) -> None:
-        if self._actor is not None:
-            with contextlib.suppress(Exception):  # a Ray that has been shut down has killed the actor already
-                ray.kill(self._actor)
-        self._actor = None
+        self._actor.kill()
         self._version = NO_WEIGHTS
+        self._requests.clear()
         self._directory.cleanup()
 
-    def _get(self, reference: Any, timeout_s: float, what: str) -> Any:
-        """ray.get with our errors: what the worker refused is raised as it is; a dead or silent worker
-        ends the engine.
-        """
-        try:
-            return ray.get(reference, timeout=timeout_s)
-        except GetTimeoutError:
-            self.close()
-            raise EngineError(
-                f"vLLM did not answer {what} within {timeout_s:.0f} s and was killed: make a new engine"
-            ) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, WeightSyncError | EngineError | PromptError | SamplingParamsError):
-                raise error.cause from None
-            self.close()
-            raise EngineError(f"vLLM failed in {what} and was stopped: {error}") from error
-        except RayActorError as error:
-            self.close()
-            raise EngineError(f"the vLLM process died in {what}: {error}; make a new engine") from error
-
     def _require_open(self) -> None:
-        if self._actor is None:
+        if not self._actor.alive:
             raise EngineError("the engine is closed: make a new one")
 
     def _require_awake(self) -> None:
@@ -298,22 +322,19 @@ class VLLMEngine(RolloutEngine):
             raise EngineError("the engine sleeps: call wake() first")
 
 
+def _child_name(request: int, child: int) -> str:
+    return f"{request}/{child}"
+
+
+def _request_seeds(count: int, params: SamplingParams, seeds: Sequence[int] | None) -> list[list[int]]:
+    """``[p][i]``: seed of completion i of prompt p."""
+    return [
+        [_request_seed(seed, child) for child in range(params.n)]
+        for seed in sequence_seeds(count, params.seed, seeds)
+    ]
+
+
 def _request_seed(seed: Sequence[int], child: int) -> int:
     """A 63-bit seed for completion `child`, from numpy's SeedSequence: neighbouring seeds do not overlap."""
     low, high = np.random.SeedSequence([*seed, child]).generate_state(2, np.uint32)
     return int(low) | (int(high) >> 1) << 32
-
-
-def _config_directory(path: Path | None, config: Any) -> Any:
-    """A temporary directory with config.json (and the tokenizer, where there is one) for vLLM to start from."""
-    directory = tempfile.TemporaryDirectory(prefix="rllib_llm_vllm_")
-    config.save_pretrained(directory.name)
-    if path is not None:
-        for file in path.iterdir():
-            if (
-                file.is_file()
-                and file.suffix in (".json", ".model", ".jinja", ".txt")
-                and file.name != "config.json"
-            ):
-                shutil.copyfile(file, Path(directory.name) / file.name)
-    return directory

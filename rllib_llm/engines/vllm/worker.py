@@ -18,8 +18,15 @@ import torch
 
 from precision_policies import Attestation, PrecisionPolicy
 from rllib_llm.attest import build_attestation
-from rllib_llm.engines.base import CHECKPOINT_VERSION, NO_WEIGHTS, EngineError, SamplingParams
+from rllib_llm.engines.base import (
+    CHECKPOINT_VERSION,
+    NO_WEIGHTS,
+    EngineError,
+    SamplingParams,
+    require_idle,
+)
 from rllib_llm.engines.vllm import compat
+from rllib_llm.engines.vllm.background import Background
 from rllib_llm.models.checkpoint import load_pretrained
 from rllib_llm.sync.packed import WeightChunk, WeightUpdate
 from rllib_llm.sync.stream import Groups, StreamOffer
@@ -63,6 +70,7 @@ class VLLMWorker:
         self.model = compat.loaded_model(self.llm)
         self.version = NO_WEIGHTS
         self._chunks: list[WeightChunk] = []
+        self._background = Background(self.llm.llm_engine, _sampled)
         self._groups = Groups()
         self._place = place_of(next(self.model.lm.buffers()).device)
 
@@ -78,8 +86,8 @@ class VLLMWorker:
         """``seeds[p][i]`` seeds completion i of prompt p; each is a request of its own, prefixes are
         shared by the cache.
         """
-        law = type(self.model.law)(params.temperature or 1.0, *self._truncation(params))
-        self.model.law = law
+        require_idle(self._background.pending)
+        self._use_law(params)
         requests = [
             ({"prompt_token_ids": list(p)}, s) for p, row in zip(prompts, seeds, strict=True) for s in row
         ]
@@ -93,13 +101,38 @@ class VLLMWorker:
         answers = iter(_sampled(output.outputs[0]) for output in outputs)
         return [[next(answers) for _ in row] for row in seeds]
 
-    @staticmethod
-    def _truncation(params: SamplingParams) -> tuple[int, float]:
-        return (params.top_k, params.top_p) if params.temperature > 0 else (0, 1.0)
+    def submit(
+        self,
+        names: Sequence[str],
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+    ) -> None:
+        """Begin requests of one completion each and return; all that are pending have one sampling law."""
+        self._use_law(params)
+        self._background.submit(
+            [
+                (name, {"prompt_token_ids": list(prompt)}, self._vllm_params(params, seed))
+                for name, prompt, seed in zip(names, prompts, seeds, strict=True)
+            ]
+        )
+
+    def collect(self, timeout_s: float) -> dict[str, Sampled]:
+        """What has finished; see `Background.collect`."""
+        return self._background.collect(timeout_s)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End requests without completions."""
+        self._background.abort(names)
+
+    def _use_law(self, params: SamplingParams) -> None:
+        truncation = (params.top_k, params.top_p) if params.temperature > 0 else (0, 1.0)
+        self.model.law = type(self.model.law)(params.temperature or 1.0, *truncation)
 
     def _vllm_params(self, params: SamplingParams, seed: int) -> Any:
         """vLLM draws from the log-probs that the model returns, so temperature and truncation are off there."""
         from vllm import SamplingParams as VLLMParams
+        from vllm.sampling_params import RequestOutputKind
 
         return VLLMParams(
             temperature=0.0 if params.temperature == 0 else 1.0,
@@ -110,6 +143,7 @@ class VLLMWorker:
             seed=seed,
             logprobs=0,
             detokenize=bool(params.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     # ------------------------------------------------------------------ weights
@@ -132,6 +166,7 @@ class VLLMWorker:
             WeightSyncError: nothing has been applied.
             EngineError: it broke off later, or vLLM would not drop its prefix cache; there are `NO_WEIGHTS`.
         """
+        require_idle(self._background.pending)
         return take_update(update, self.model.lm, self._groups, self._begin_load, self._finish_load)
 
     def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -189,6 +224,7 @@ class VLLMWorker:
 
     def sleep(self, level: int) -> None:
         """Give GPU memory back (vLLM's sleep levels); after level 2 the weights are gone until the next update."""
+        require_idle(self._background.pending)
         if level == 2:
             self.version = NO_WEIGHTS
         self.llm.sleep(level=level)

@@ -1,0 +1,67 @@
+"""Requests that come and go, in vLLM: it samples in its own process while the caller does something else."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test` runs this folder in .venv-vllm", allow_module_level=True
+    )
+
+from rllib_llm.engines import EngineError
+from rllib_llm.sync.export import export_weights
+from tests.engines import async_cases
+
+
+def test_requests_that_arrive_unevenly_get_what_generate_gives(qwen3: tuple[Any, Any]) -> None:
+    """Requests added between steps join the running batch: tokens and log-prob bits as of one call."""
+    async_cases.check_uneven_arrival(qwen3[1])
+
+
+def test_aborted_requests_disturb_no_other(qwen3: tuple[Any, Any]) -> None:
+    """Running requests can be ended; the others' bits do not change."""
+    async_cases.check_abort(qwen3[1])
+
+
+def test_what_would_mix_versions_or_laws_is_refused(qwen3: tuple[Any, Any]) -> None:
+    """Nothing changes under a pending request."""
+    model, engine = qwen3
+    async_cases.check_refusals(engine, export_weights(model, 61))
+
+
+def test_vllm_samples_while_nobody_waits(qwen3: tuple[Any, Any]) -> None:
+    """A request is complete when the caller comes back, without a call in between."""
+    _, engine = qwen3
+    [request] = engine.submit([[5, 6]], async_cases.PARAMS, [1])
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        if done := engine.collect(0.0):
+            break
+    assert list(done) == [request]
+
+
+def test_a_failing_step_is_an_error_of_collect(qwen3: tuple[Any, Any]) -> None:
+    """What breaks in the stepping thread is raised to the caller, the requests are lost, and the engine goes on."""
+    _, engine = qwen3
+
+    def break_once(worker: Any) -> None:
+        step = worker.llm.llm_engine.step
+
+        def broken() -> Any:
+            worker.llm.llm_engine.step = step
+            raise RuntimeError("planted")
+
+        worker.llm.llm_engine.step = broken
+
+    engine._actor.inspect(break_once)
+    engine.submit([[5, 6]], async_cases.PARAMS)
+    with pytest.raises(EngineError, match="vLLM failed while it sampled: planted"):
+        async_cases.collect_all(engine)
+    assert engine.pending == 0
+    assert len(engine.generate([[5]], async_cases.PARAMS)[0]) == 2
