@@ -32,6 +32,9 @@ class ExperimentError(ValueError):
         )
 
 
+_MODEL_KEYS = ("path", "reference_path")
+
+
 @dataclass(frozen=True)
 class EnvSettings:
     """Which task is trained on."""
@@ -140,6 +143,31 @@ class Experiment:
         """The resolved config as YAML."""
         return OmegaConf.to_yaml(OmegaConf.create(self.to_dict()))
 
+    def pinned(self) -> Experiment:
+        """This experiment with every registered model named by its version, so that a resume finds the same weights.
+
+        Raises RegistryError for a model that is not in the registry of `tracking.uri`.
+        """
+        from rllib_llm.registry.resolve import pinned
+
+        path, reference = (pinned(getattr(self.model, key), self.tracking.uri) for key in _MODEL_KEYS)
+        return dataclasses.replace(
+            self, model=dataclasses.replace(self.model, path=path, reference_path=reference)
+        )
+
+    def _local_models(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """(model settings with registered models as directories, key -> problem of those that cannot be had)."""
+        from rllib_llm.registry.errors import RegistryError
+        from rllib_llm.registry.resolve import local_path
+
+        settings, problems = dataclasses.asdict(self.model), {}
+        for key in _MODEL_KEYS:
+            try:
+                settings[key] = local_path(settings[key], self.tracking.uri)
+            except RegistryError as error:
+                problems[f"model.{key}"] = f"model.{key} = {settings[key]!r}: {error}"
+        return settings, problems
+
     def to_grpo_config(self) -> GRPOConfig:
         """The RLlib config of this experiment, validated.
 
@@ -151,10 +179,11 @@ class Experiment:
 
         resources, evaluation = self.run.resources, self.evaluation
         train = dataclasses.asdict(self.train)
+        model, unresolved = self._local_models()
         config = (
             GRPOConfig()
             .precision(**dataclasses.asdict(self.precision))
-            .model(**dataclasses.asdict(self.model))
+            .model(**model)
             .environment(self.env.name, env_config=self.env.config)
             .rollout(**dataclasses.asdict(self.rollout))
             .training(**train)
@@ -179,6 +208,8 @@ class Experiment:
             )
         problems = experiment_violations(self)
         problems += [in_words_of_the_file(problem) for problem in config_violations(config)]
+        problems = [p for p in problems if not p.startswith(tuple(f"{key} = " for key in unresolved))]
+        problems += unresolved.values()
         if problems:
             raise ExperimentError(f"experiment {self.name!r}", problems)
         try:

@@ -23,6 +23,7 @@ from rllib_llm.algorithm.settings import (
     parse,
 )
 from rllib_llm.algorithm.validation import config_violations
+from rllib_llm.registry.reference import is_registered
 
 __all__ = ["GRPOConfig", "Settings"]
 
@@ -243,6 +244,7 @@ class GRPOConfig(AlgorithmConfig):
             lines = "\n".join(f"  {i}. {text}" for i, text in enumerate(violations, 1))
             raise ValueError(f"{type(self).__name__}: {len(violations)} problem(s)\n{lines}")
         self._pin_policy()
+        self._pin_model()
 
     def _pin_policy(self) -> None:
         """Replaces a policy file by its content: other machines need not have the file."""
@@ -252,6 +254,15 @@ class GRPOConfig(AlgorithmConfig):
                 **self.precision_config,
                 "policy": load_policy(policy).to_dict(),
             }
+
+    def _pin_model(self) -> None:
+        """Replaces registered models by their directories: an alias may move, and workers have other directories."""
+        if not any(is_registered(self.llm[key]) for key in ("path", "reference_path")):
+            return
+        from rllib_llm.registry.resolve import local_path
+
+        directories = {key: local_path(self.llm[key]) for key in ("path", "reference_path")}
+        self.__dict__["llm"] = {**self.llm, **directories}
 
     @property
     @override(AlgorithmConfig)

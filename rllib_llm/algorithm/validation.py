@@ -58,6 +58,7 @@ def config_violations(config: GRPOConfig) -> list[str]:
     further += _rollout(parsed["rollout_config"])
     further += _training(config, parsed["grpo"], parsed["rollout_config"])
     further += _precision(parsed["precision_config"], parsed["rollout_config"])
+    further += _registered_policy(parsed["llm"], parsed["precision_config"])
     # what speaks of an ill-typed setting speaks of its default, which nobody chose
     violations += [text for text in further if ill_typed.isdisjoint(re.findall(r"\w+", text))]
     if not config.explore and not config.in_evaluation:
@@ -100,6 +101,24 @@ def _model(llm: ModelSettings) -> list[str]:
     if llm.max_sequence_length is not None and llm.max_sequence_length < 2:
         violations.append(f"llm.max_sequence_length = {llm.max_sequence_length} must be at least 2.")
     return violations
+
+
+def _registered_policy(llm: ModelSettings, precision: PrecisionSettings) -> list[str]:
+    """A registered model may not be trained on, and so sampled from, under a policy other than its own."""
+    from rllib_llm.models.paths import resolve_model_path
+    from rllib_llm.registry.errors import RegistryError
+    from rllib_llm.registry.owner import OtherPolicyError, refuse_other_policy
+
+    try:
+        policy, path = load_policy(precision.policy), resolve_model_path(llm.path or "")
+    except (PolicyError, OSError, ValueError):
+        return []  # said elsewhere
+    override = "set precision_config.allow_precision_change = true"
+    try:
+        refuse_other_policy(path, policy, precision.allow_precision_change, override=override)
+    except (OtherPolicyError, RegistryError) as error:
+        return [f"llm.path = {llm.path!r}: {error}"]
+    return []
 
 
 def _reference(llm: ModelSettings, grpo: GRPOSettings) -> list[str]:

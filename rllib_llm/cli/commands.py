@@ -17,6 +17,7 @@ def add_all(subparsers: Any) -> None:
     """Add every command to the main parser."""
     from precision_policies.cli import add_policy_parser
     from rllib_llm.cli.mismatch import add_mismatch_parser
+    from rllib_llm.cli.models import add_models_parser
 
     _add_train(subparsers)
     _add_eval(subparsers)
@@ -24,6 +25,7 @@ def add_all(subparsers: Any) -> None:
     _add_config(subparsers)
     _add_envs(subparsers)
     add_mismatch_parser(subparsers)
+    add_models_parser(subparsers)
     _add_tracking(subparsers)
 
 

@@ -64,6 +64,7 @@ def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Pa
     """
     from rllib_llm.algorithm.preflight import preflight
 
+    experiment = experiment.pinned()
     config = experiment.to_grpo_config()
     preflight(config)
     if experiment.tracking.enabled:

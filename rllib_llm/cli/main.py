@@ -21,8 +21,8 @@ Reinforcement learning of language models as an RLlib plugin, under one precisio
 """
 
 EPILOG = """\
-exit status: 0 success · 1 the run failed · 2 bad input, nothing was run · 3 mismatch found (mismatch localise) ·
-             130 interrupted
+exit status: 0 success · 1 the run failed · 2 bad input, nothing was run ·
+             3 mismatch found (mismatch localise, models verify) · 130 interrupted
 Each command has its own help: rllib-llm train --help
 """
 
@@ -70,6 +70,7 @@ def _input_errors() -> tuple[type[Exception], ...]:
     from rllib_llm.experiment import ExperimentError
     from rllib_llm.models.architecture import ArchitectureError
     from rllib_llm.models.safetensor_files import CheckpointError
+    from rllib_llm.registry.errors import RegistryError
     from rllib_llm.tracking.store import TrackingUnavailableError
 
     return (
@@ -80,6 +81,7 @@ def _input_errors() -> tuple[type[Exception], ...]:
         CheckpointError,
         EnvConfigError,
         EngineUnavailableError,
+        RegistryError,
         TrackingUnavailableError,
         commands.UsageError,
     )

@@ -25,6 +25,7 @@ from rllib_llm.models.safetensor_files import (
     tensor_shapes,
     write_tensors,
 )
+from rllib_llm.registry.owner import refuse_other_policy
 
 _SIDE_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -81,7 +82,12 @@ def eos_token_ids(config: Any, path: Path | None) -> tuple[int, ...]:
 
 
 def load_pretrained(
-    model: str | os.PathLike[str], policy: Any, side: Side = "train", *, gradient_checkpointing: bool = False
+    model: str | os.PathLike[str],
+    policy: Any,
+    side: Side = "train",
+    *,
+    gradient_checkpointing: bool = False,
+    allow_other_policy: bool = False,
 ) -> CausalLM:
     """Build a `CausalLM` and read its weights.
 
@@ -90,12 +96,16 @@ def load_pretrained(
         policy: whatever `precision_policies.load_policy` takes.
         side: "train": weights become master parameters. "rollout": they become what an export of them would be
             (rounded to the compute dtype, quantised by the same function).
+        allow_other_policy: let a registered model be sampled from under a policy other than its own.
 
     Raises:
         ModelPathError, ArchitectureError, CheckpointError, PolicyError: each lists everything that is wrong.
+        OtherPolicyError: side "rollout" of a registered model under another policy.
     """
     path = resolve_model_path(model)
     policy = load_policy(policy)
+    if side == "rollout":
+        refuse_other_policy(path, policy, allow_other_policy)
     prepare_process(policy, "torch", "cuda" if torch.cuda.is_available() else "cpu")
     built = build_model(load_config(path), policy, side, gradient_checkpointing=gradient_checkpointing)
     built.source_path = path

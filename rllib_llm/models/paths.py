@@ -1,7 +1,7 @@
-"""Where a model string points: a directory of the user's, or a model shipped inside the package.
+"""Where a model string points: a directory of the user's, a registered model, or one shipped inside the package.
 
-No model hub is contacted, ever: a name that is neither a directory nor a shipped asset is an error that
-says so.
+No model hub is contacted, ever: a name that is neither a directory, nor ``models:/…`` in the MLflow registry, nor a
+shipped asset is an error that says so.
 """
 
 from __future__ import annotations
@@ -39,11 +39,17 @@ def resolve_model_path(model: str | os.PathLike[str]) -> Path:
     """The directory that `model` names.
 
     A directory with a ``config.json`` wins over a shipped name, so a user can shadow ``tiny-chain`` by a
-    local folder.
+    local folder. ``models:/NAME@ALIAS`` and ``models:/NAME/VERSION`` name the masters of a registered model,
+    looked up in the MLflow store of ``MLFLOW_TRACKING_URI`` (see docs/registry.md).
 
     Raises:
         ModelPathError: neither a model directory nor a shipped name; lists what was looked at.
+        RegistryError, TrackingUnavailableError: no such registered model, or no registry.
     """
+    if str(model).startswith("models:"):
+        from rllib_llm.registry.resolve import local_masters  # needs MLflow
+
+        return local_masters(str(model))
     path = Path(model).expanduser()
     if (path / CONFIG_FILE).is_file():
         return path.resolve()

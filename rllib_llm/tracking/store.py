@@ -13,7 +13,7 @@ DEFAULT_STORE = "sqlite:///mlflow.db"
 _CONTACTED_LATER = ("sqlite", "postgresql", "mysql", "mssql", "http", "https")
 # MLflow's own retries keep a request up for minutes; ours come from the delivery thread, which can be stopped. Its
 # progress bar for artefacts would be drawn over ours.
-_MLFLOW_DEFAULTS = {
+MLFLOW_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -56,7 +56,7 @@ class MLflowStore:
         self.run_ids: dict[str, str] = dict(run_ids or {})
         self._experiment_id: str | None = None
         require_mlflow()
-        for name, value in _MLFLOW_DEFAULTS.items():
+        for name, value in MLFLOW_DEFAULTS.items():
             os.environ.setdefault(name, value)
 
     def apply(self, op: Operation) -> None:
