@@ -119,6 +119,8 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         prepare_process(self.settings.policy, rollout.engine, "cuda" if rollout.engine == "vllm" else device)
         path = resolve_model_path(llm.path)
         options = {"load_weights": False, "max_model_len": llm.max_sequence_length} | rollout.engine_options
+        if rollout.engine == "vllm" and rollout.sleep_while_learning:
+            options["sleep_mode"] = True
         self.engine = make_engine(rollout.engine, str(path), self.settings.policy, **options)
         self.encoder = PromptEncoder(load_tokenizer(path))
 
@@ -224,6 +226,13 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def place_reply(self) -> Reply:
         """The engine's `Place`, by which a transport is chosen."""
         return self._reply(lambda: self.engine.place)
+
+    def sleep_reply(self) -> Reply:
+        """Has the engine give its GPU memory back until `wake_reply`."""
+        return self._reply(lambda: self.engine.sleep(1))
+
+    def wake_reply(self) -> Reply:
+        return self._reply(lambda: self.engine.wake())
 
     def attest_reply(self) -> Reply:
         """The engine's `Attestation`."""

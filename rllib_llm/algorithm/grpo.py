@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -24,6 +25,7 @@ from ray.tune.trainable import Trainable
 
 from rllib_llm import metric_names as names
 from rllib_llm.advantages import group_advantages
+from rllib_llm.algorithm.colocate import asleep
 from rllib_llm.algorithm.config import GRPOConfig
 from rllib_llm.algorithm.durable import Durable
 from rllib_llm.algorithm.fleet import runner_ids
@@ -110,7 +112,7 @@ class GRPO(Durable):
         episodes = self.last_episodes = collected.episodes
         with self._timed(names.ADVANTAGE_TIMER):
             advantages = self.advantages(episodes)
-        with self._timed(names.LEARN_TIMER):
+        with self._timed(names.LEARN_TIMER), self._engines_asleep():
             self._learn(episodes, advantages)
         with self._timed(names.MISMATCH_TIMER):
             self._watch(episodes)
@@ -160,6 +162,13 @@ class GRPO(Durable):
             # Reward errors left one answer of each group. The function refuses that; a run goes on and counts it.
             return np.zeros(len(episodes), np.float32)
         return group_advantages(rewards, groups, kind).numpy()
+
+    def _engines_asleep(self) -> AbstractContextManager[None]:
+        """What the optimiser steps run in: with `rollout.sleep_while_learning`, engines hold no GPU memory."""
+        if not self.settings.rollout.sleep_while_learning:
+            return nullcontext()
+        groups = [self.env_runner_group, self.eval_env_runner_group]
+        return asleep(groups, self.settings.rollout.push_timeout_s)
 
     def _learn(self, episodes: Sequence[TextEpisode], advantages: np.ndarray) -> None:
         config, group = self.config, self.learner_group

@@ -92,6 +92,8 @@ class RolloutSettings:
     """seconds to wait for one env runner to come back when none is left (vLLM takes a minute or two to start)"""
     push_timeout_s: float = 600.0
     """seconds an env runner has to confirm new weights"""
+    sleep_while_learning: bool = False
+    """engines give their GPU memory back while the learner computes: weights wait in host memory, the KV cache goes"""
     weight_transport: WeightTransport = "auto"
     """how weights reach engines in other processes; auto takes cuda_ipc on the learner's GPU, nccl between GPUs, else
     object_store; gloo is nccl's road over TCP. What was taken is in the log"""

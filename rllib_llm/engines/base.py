@@ -219,8 +219,14 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def sleep(self, level: int = 1) -> None:
-        """Free memory until `wake`: level 1 the KV cache; level 2 also the weights, which then need an
-        update."""
+        """Free GPU memory until `wake`, for a learner on the same GPU.
+
+        Level 1 drops the KV cache and parks the weights in host memory; level 2 drops both, and the engine then needs
+        an update.
+
+        Raises:
+            EngineError: requests are pending, or this engine cannot give memory back.
+        """
 
     @abstractmethod
     def wake(self) -> None:

@@ -276,12 +276,18 @@ class TorchEngine(RolloutEngine):
         if level == 2:
             self._model = None
             self._version = NO_WEIGHTS
+        elif self._model is not None and self.device.type != "cpu":
+            self._model.to("cpu")
+            self._model.forget_operands()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for itself, another process cannot have
 
     def wake(self) -> None:
         self._require_open()
         self._asleep = False
         if self._model is None:
-            self._model = build_model(self._config, self.policy, "rollout").to(self.device)
+            self._model = build_model(self._config, self.policy, "rollout")
+        self._model.to(self.device)
 
     def close(self) -> None:
         self._closed = True

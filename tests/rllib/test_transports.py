@@ -59,6 +59,28 @@ def test_a_broadcast_serves_all_runners_and_survives_the_death_of_one(
     )
 
 
+def test_engines_sleep_while_the_learner_computes(build: Make) -> None:
+    """Every optimiser step finds the engines asleep; they wake for the push, and nothing of the run changes."""
+    seen = []
+    results = {}
+    for sleeping in (False, True):
+        algo = build(sleep_while_learning=sleeping)
+        learn, engine = algo._learn, algo.env_runner.engine
+
+        def watched(*arguments: Any, learn: Any = learn, engine: Any = engine) -> None:
+            seen.append(engine._asleep)
+            learn(*arguments)
+
+        algo._learn = watched
+        results[sleeping] = [algo.train() for _ in range(2)]
+        assert not engine._asleep
+    assert seen == [False, False, True, True]
+    for awake, slept in zip(results[False], results[True], strict=True):
+        assert slept[names.MISMATCH]["max_abs"] == 0
+        key = names.ENV_RUNNERS
+        assert awake[key][names.EPISODE_RETURN_MEAN] == slept[key][names.EPISODE_RETURN_MEAN]
+
+
 def test_a_transport_that_cannot_be_used_is_refused_with_the_reason(build: Make) -> None:
     """CUDA IPC for an engine on the CPU: an error that names both places, never another transport."""
     with pytest.raises(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED = ((0, 26), (0, 32))
@@ -101,11 +102,34 @@ def attention_identity(layer: Any) -> str:
     return f"vllm.{backend}.{detail}"
 
 
-def attention_operator(identities: set[str], learner_identity: str) -> str:
+@dataclass(frozen=True)
+class GraphState:
+    """What an engine that was started says of its CUDA graphs, read back from the objects that it runs with.
+
+    Attributes:
+        mode: of the CUDA graphs: "NONE", "FULL_DECODE_ONLY", …
+        splits: most parts into which attention may cut the keys of a sequence inside a graph, of all layers.
+    """
+
+    mode: str
+    splits: tuple[int, ...]
+
+
+def graph_state(llm: Any) -> GraphState:
+    """Read from an in-process `vllm.LLM` on CUDA."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    mode = runner.vllm_config.compilation_config.cudagraph_mode
+    builders = [group.get_metadata_builder() for groups in runner.attn_groups for group in groups]
+    splits = {int(b.max_num_splits) for b in builders if hasattr(b, "max_num_splits")}
+    return GraphState(getattr(mode, "name", str(mode)), tuple(sorted(splits)))
+
+
+def attention_operator(identities: set[str], learner_identity: str, graphs: GraphState) -> str:
     """What a CUDA engine attests as its attention.
 
     FlashAttention-3 of vLLM's wheel on paged keys gives the bits of the same kernel on un-paged keys with one split
     (227 072 of 227 072 tokens, numerics.md 2): then it is the learner's operator. Anything else is named as it is.
     """
-    same = identities == {"vllm.FLASH_ATTN.fa3"} and "flash_attention" in learner_identity
-    return learner_identity if same else " + ".join(sorted(identities))
+    single = graphs.mode == "NONE" or graphs.splits == (1,)
+    same = identities == {"vllm.FLASH_ATTN.fa3"} and single and "flash_attention" in learner_identity
+    return learner_identity if same else " + ".join([*sorted(identities), f"splits={graphs.splits}"])

@@ -9,7 +9,7 @@ function that the learner uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,16 @@ class VLLMCausalLM(nn.Module):
         self.law = SamplingLaw()
         self._max_positions = vllm_config.model_config.max_model_len
         self._table: torch.Tensor | None = None
+
+    def named_buffers(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """vLLM's own buffers, without the weights, which are buffers here too.
+
+        vLLM copies what this yields to host memory before sleep level 2 and back when it wakes; weights are dropped
+        at that level, and come with the next update.
+        """
+        for name, buffer in super().named_buffers(*arguments, **keywords):
+            if not name.startswith("lm."):
+                yield name, buffer
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int [T] -> [T, H]."""

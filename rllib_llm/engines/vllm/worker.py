@@ -200,12 +200,16 @@ class VLLMWorker:
         device = torch.device(self.options.device)
         operators = bound_implementations(device.type)
         identities = {compat.attention_identity(layer.self_attn.attend.layer) for layer in lm.model.layers}
+        graphs = compat.GraphState("NONE", ())
         if device.type == "cuda":
-            operators["attention"] = compat.attention_operator(identities, operators["attention"])
+            graphs = compat.graph_state(self.llm)
+            operators["attention"] = compat.attention_operator(identities, operators["attention"], graphs)
         shown = {
             "engine": f"vllm {compat.vllm_version()}",
             "weights_version": str(self.version),
             "attention_layers": ", ".join(sorted(identities)),
+            "cuda_graphs": graphs.mode,
+            "attention_splits": str(list(graphs.splits)),
             "options": json.dumps(asdict(self.options), sort_keys=True, default=str),
         }
         held = lm.weight_hashes() if self.version != NO_WEIGHTS else {}
@@ -225,6 +229,10 @@ class VLLMWorker:
     def sleep(self, level: int) -> None:
         """Give GPU memory back (vLLM's sleep levels); after level 2 the weights are gone until the next update."""
         require_idle(self._background.pending)
+        if self.options.enable_prefix_caching and self.llm.reset_prefix_cache() is False:
+            raise EngineError(
+                "vLLM refused to reset its prefix cache, whose pages are about to be given back"
+            )
         if level == 2:
             self.version = NO_WEIGHTS
         self.llm.sleep(level=level)
