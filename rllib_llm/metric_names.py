@@ -64,6 +64,19 @@ LEARN_TIMER = "learn"
 PUSH_WEIGHTS_TIMER = "push_weights"
 MISMATCH_TIMER = "mismatch"
 
+# throughput/…: tokens of the iteration / seconds of the phase, the whole algorithm (timers/… has the seconds)
+THROUGHPUT = "throughput"
+SAMPLE_TOKENS_PER_S = "sample_tokens_per_s"  # sampled tokens / timers/sample, environment included
+LEARN_TOKENS_PER_S = "learn_tokens_per_s"  # trained tokens / timers/learn
+ITERATION_TOKENS_PER_S = "iteration_tokens_per_s"  # sampled tokens / all phases
+
+# memory/<side>_<what>: GiB, the largest peak of any process of that side since it began
+MEMORY = "memory"
+LEARNER = "learner"
+ENGINE = "engine"  # with num_env_runners = 0 the learner's process
+RSS_PEAK = "rss_peak_gib"  # resident main memory
+CUDA_PEAK = "cuda_peak_gib"  # torch.cuda.max_memory_allocated, the GPU with most; absent without a GPU in use
+
 # precision/…: not numbers; the tracking layer stores them as tags
 POLICY_NAME = "policy"
 POLICY_FINGERPRINT = "fingerprint"

@@ -92,6 +92,10 @@ def test_every_documented_metric_is_reported(build: Make) -> None:
         names.SAMPLE_TIMER, names.LEARN_TIMER, names.PUSH_WEIGHTS_TIMER, names.MISMATCH_TIMER, names.ADVANTAGE_TIMER
     ):  # fmt: skip
         assert result[names.TIMERS][name] > 0.0, name
+    for name in (names.SAMPLE_TOKENS_PER_S, names.LEARN_TOKENS_PER_S, names.ITERATION_TOKENS_PER_S):
+        assert result[names.THROUGHPUT][name] > 0.0, name
+    for side in (names.LEARNER, names.ENGINE):
+        assert result[names.MEMORY][f"{side}_{names.RSS_PEAK}"] > 0.1, side
     assert result["precision_policy"] == "unified-fp8"
     assert result["precision_fingerprint"] == algo.settings.policy.fingerprint
 

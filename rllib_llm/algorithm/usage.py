@@ -1,0 +1,115 @@
+"""What an iteration costs: tokens per second of its phases, and the peak memory of learners and engines."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ray.rllib.core import DEFAULT_MODULE_ID
+
+from rllib_llm import metric_names as names
+from rllib_llm.algorithm.fleet import call_runners
+from rllib_llm.env_runner import Reply
+
+if TYPE_CHECKING:
+    from ray.rllib.core.learner.learner_group import LearnerGroup
+    from ray.rllib.env.env_runner_group import EnvRunnerGroup
+
+    from rllib_llm.algorithm.grpo import GRPO
+
+__all__ = ["memory", "of_iteration", "peak_memory", "throughput"]
+
+_GIB = 2.0**30
+_PHASES = (
+    names.SAMPLE_TIMER,
+    names.ADVANTAGE_TIMER,
+    names.LEARN_TIMER,
+    names.MISMATCH_TIMER,
+    names.PUSH_WEIGHTS_TIMER,
+)
+
+
+def of_iteration(algorithm: GRPO) -> dict[tuple[str, str], float]:
+    """``("throughput", …)`` and ``("memory", …)`` of an iteration whose phases have just ended."""
+    metrics = algorithm.metrics
+    seconds = {name: metrics.peek((names.TIMERS, name)) for name in _PHASES}
+    sampled = metrics.peek((names.ENV_RUNNERS, names.NUM_TOKENS_SAMPLED), default=0)
+    trained = metrics.peek((names.LEARNERS, DEFAULT_MODULE_ID, names.NUM_TOKENS), default=0)
+    timeout = algorithm.settings.rollout.push_timeout_s
+    groups = {
+        names.THROUGHPUT: throughput(seconds, sampled, trained),
+        names.MEMORY: memory(algorithm.learner_group, algorithm.env_runner_group, timeout),
+    }
+    return {(group, name): value for group, values in groups.items() for name, value in values.items()}
+
+
+def throughput(seconds: Mapping[str, float], sampled: float, trained: float) -> dict[str, float]:
+    """Tokens per second of sampling, of learning, and of the phases together.
+
+    seconds: phase -> its seconds in this iteration. sampled, trained: tokens of this iteration.
+    """
+    whole = sum(seconds.values())
+    parts = {
+        names.SAMPLE_TOKENS_PER_S: (sampled, seconds.get(names.SAMPLE_TIMER, 0.0)),
+        names.LEARN_TOKENS_PER_S: (trained, seconds.get(names.LEARN_TIMER, 0.0)),
+        names.ITERATION_TOKENS_PER_S: (sampled, whole),
+    }
+    return {name: tokens / time for name, (tokens, time) in parts.items() if time > 0.0}
+
+
+def memory(learners: LearnerGroup, runners: EnvRunnerGroup, timeout_s: float) -> dict[str, float]:
+    """GiB, the largest of all learners and of all engines: ``learner_rss_peak_gib``, ``engine_cuda_peak_gib`` …
+
+    A learner or runner that does not answer is left out: training finds out by itself whether it is lost.
+    """
+    trained = [r.get() for r in learners.foreach_learner(_of_learner) if r.ok]
+    sampled = [
+        r.value for r in call_runners(runners, _of_runner, timeout_s=timeout_s).answers.values() if r.value
+    ]
+    sides = {names.LEARNER: trained, names.ENGINE: sampled}
+    return {
+        f"{side}_{name}": value for side, peaks in sides.items() for name, value in _largest(peaks).items()
+    }
+
+
+def peak_memory() -> dict[str, float]:
+    """Peaks of this process since it began, in GiB: resident main memory, and what torch allocated on its GPUs.
+
+    Without a GPU in use there is no such entry: 0 would be a measurement.
+    """
+    peaks = {names.RSS_PEAK: _rss_peak_bytes() / _GIB}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        used = (torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+        peaks[names.CUDA_PEAK] = max(used) / _GIB
+    return peaks
+
+
+def _rss_peak_bytes() -> float:
+    """VmHWM where there is /proc: Linux hands ru_maxrss on to a process's children, which start at their parent's."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return float(line.split()[1]) * 1024
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(used) * (1 if sys.platform == "darwin" else 1024)
+
+
+def _largest(peaks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for peak in peaks:
+        out |= {name: max(value, out.get(name, 0.0)) for name, value in peak.items()}
+    return out
+
+
+def _of_learner(learner: Any) -> dict[str, float]:
+    return peak_memory()
+
+
+def _of_runner(runner: Any) -> Reply:
+    """The runner's process: an embedded engine lives in it."""
+    return Reply(runner.worker_index, value=peak_memory())
