@@ -21,16 +21,19 @@ from ray.rllib.utils.metrics import (
     NUM_ENV_STEPS_SAMPLED_LIFETIME,
     TIMERS,
 )
+from ray.tune import PlacementGroupFactory
 from ray.tune.trainable import Trainable
 
 from rllib_llm import metric_names as names
 from rllib_llm.advantages import group_advantages
+from rllib_llm.algorithm import usage
 from rllib_llm.algorithm.colocate import asleep
 from rllib_llm.algorithm.config import GRPOConfig
 from rllib_llm.algorithm.durable import Durable
 from rllib_llm.algorithm.fleet import runner_ids
 from rllib_llm.algorithm.losses import advantage_kind, correction_of, guarded_correction, kl_is_reward
 from rllib_llm.algorithm.monitor import PrecisionHalt, PrecisionMonitor
+from rllib_llm.algorithm.placement import require_placeable, with_engine
 from rllib_llm.algorithm.preflight import preflight
 from rllib_llm.algorithm.sampling import Collected, NoSamplesError, collect, groups_without_signal
 from rllib_llm.algorithm.sharding import assign_minibatches, make_shards
@@ -63,6 +66,16 @@ class GRPO(Durable):
     @override(Algorithm)
     def get_default_config(cls) -> GRPOConfig:
         return GRPOConfig()
+
+    @classmethod
+    @override(Algorithm)
+    def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
+        """What a trial reserves. Raises PlacementError where the Ray that runs can never give it: Tune would wait."""
+        request = super().default_resource_request(config)
+        settings = cls.get_default_config().update_from_dict(config)
+        bundles = with_engine(settings, [{}] * request.head_bundle_is_empty + request.bundles)
+        require_placeable(bundles)
+        return PlacementGroupFactory(bundles, strategy=request.strategy)
 
     @override(Algorithm)
     def setup(self, config: GRPOConfig) -> None:
@@ -118,6 +131,8 @@ class GRPO(Durable):
             self._watch(episodes)
         with self._timed(names.PUSH_WEIGHTS_TIMER):
             self.push_weights()
+        for key, value in usage.of_iteration(self).items():
+            self.metrics.log_value(key, value, window=1)
 
     def _sample(self) -> Collected:
         """This iteration's episodes. Raises NoSamplesError after `max_empty_samples` iterations without any."""

@@ -35,13 +35,6 @@ def new_directory(experiment: Experiment, policy: str) -> Path:
             path = parent / f"{stem}-{number}"
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Replace a file in one step: whoever is killed, or meets a full disk, leaves the old content or the new."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
-
-
 def checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints in the trials of an experiment directory, the furthest trained last."""
     found = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import sys
@@ -10,33 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rllib_llm.cli.cluster import start_ray
 from rllib_llm.cli.directories import (
     EXPERIMENT_FILE,
     checkpoints,
     earlier_run_ids,
     new_directory,
-    write_whole,
 )
 from rllib_llm.cli.history import HistoryCallback, read_history
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
 from rllib_llm.cli.progress import ProgressCallback
 from rllib_llm.cli.summary import closing_table
-from rllib_llm.experiment import Experiment, ExperimentError
+from rllib_llm.experiment import Experiment
+from rllib_llm.files import write_whole
 
 if TYPE_CHECKING:
     from rllib_llm.algorithm.config import GRPOConfig
     from rllib_llm.tracking import MLflowCallback
-
-# Read by Ray when it starts: quiet console, no usage report, workers that keep the driver's directory (Tune would
-# change into the trial's, and a relative path of the config would then point elsewhere in every process).
-_RAY_ENVIRONMENT = {
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_AUTH_MODE": "disabled",
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -58,9 +47,10 @@ class Outcome:
 def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Path | None = None) -> Outcome:
     """Train. With `checkpoint`, go on from it in the same `directory`.
 
-    Raises ExperimentError for a config that cannot run or that asks for more than Ray has, EnvConfigError,
-    EngineUnavailableError, CheckpointError and TrackingUnavailableError for an environment, engine, model or tracking
-    store that cannot be used; nothing was started then. Errors inside the trial are an Outcome with status "failed".
+    Raises ExperimentError for a config that cannot run, PlacementError for one that asks for more than Ray has,
+    EnvConfigError, EngineUnavailableError, CheckpointError and TrackingUnavailableError for an environment, engine,
+    model or tracking store that cannot be used; nothing was started then. Errors inside the trial are an Outcome with
+    status "failed".
     """
     from rllib_llm.algorithm.preflight import preflight
 
@@ -102,7 +92,7 @@ def _train(
     run, started = experiment.run, False
     progress = ProgressCallback(run.iterations)
     try:
-        started = _start_ray(experiment, config)  # first: Ray puts signal handlers of its own in place
+        started = start_ray(run.resources, config)  # first: Ray puts signal handlers of its own in place
         with Interrupt() as interrupt:
             _say("  building model, engine and environment; the first iteration takes longest")
             stopper = RunStopper(run.iterations, run.stop, run.max_minutes, interrupt)
@@ -151,44 +141,6 @@ def _run_trial(
         verbose=0,
     )
     return analysis.trials[0]
-
-
-def _start_ray(experiment: Experiment, config: GRPOConfig) -> bool:
-    """Start or join Ray; True where it was started here.
-
-    Raises ExperimentError where the trial asks for more than there is: Tune would wait for ever.
-    """
-    import ray
-
-    from rllib_llm.algorithm.grpo import GRPO
-
-    for name, value in _RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    logging.getLogger("ray.tune.tune").setLevel(
-        logging.CRITICAL
-    )  # a failed trial is reported below, with its error
-    needed = GRPO.default_resource_request(config).required_resources
-    resources, started = experiment.run.resources, not ray.is_initialized()
-    if started and resources.ray_address:
-        ray.init(address=resources.ray_address, log_to_driver=False)
-    elif started:
-        cpus = resources.ray_cpus or max(os.cpu_count() or 1, int(-(-needed.get("CPU", 1) // 1)))
-        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
-    have = ray.cluster_resources()
-    missing = [
-        f"{name}: {n:g} asked for, {have.get(name, 0):g} there"
-        for name, n in needed.items()
-        if n > have.get(name, 0)
-    ]
-    if missing:
-        if started:
-            ray.shutdown()
-        raise ExperimentError(
-            f"experiment {experiment.name!r}",
-            [f"the trial can never be placed ({text}). Ask for less in run.resources." for text in missing],
-        )
-    return started
 
 
 def _tracking(experiment: Experiment, directory: Path) -> MLflowCallback | None:

@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from rllib_llm.cli import main
 from rllib_llm.cli.commands import UsageError, _refuse_finished
-from rllib_llm.cli.directories import new_directory, write_whole
+from rllib_llm.cli.directories import new_directory
 from rllib_llm.cli.main import build_parser
 from rllib_llm.experiment import Experiment, ExperimentError, RunSettings
+from rllib_llm.files import write_whole
 from rllib_llm.models.paths import resolve_model_path
 
 
@@ -186,7 +187,7 @@ def test_ctrl_c_while_ray_starts_says_that_there_is_no_checkpoint(capsys, tmp_pa
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rllib_llm.cli.launch._start_ray", interrupted)
+    monkeypatch.setattr("rllib_llm.cli.launch.start_ray", interrupted)
     assert main(["train", "quickstart", "tracking.enabled=false"]) == 130
     assert "There is no checkpoint yet to go on from" in capsys.readouterr().err
 

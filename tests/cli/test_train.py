@@ -126,7 +126,7 @@ def test_a_trial_that_can_never_be_placed_is_refused(ray_session, capsys, tmp_pa
         "tracking.enabled=false",
     ]
     assert main(["train", "quickstart", *overrides]) == 2
-    assert "can never be placed (GPU: 64 asked for" in capsys.readouterr().err
+    assert re.search(r"can never be placed:\s+1\. GPU: 64 asked for, 0 there", capsys.readouterr().err)
 
 
 def test_results_are_where_the_config_says(interrupted):
