@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.resources
+import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
@@ -24,6 +25,7 @@ from rllib_llm.algorithm.settings import (
     RolloutSettings,
     describe,
     parse,
+    parse_rest,
 )
 from rllib_llm.experiment import (
     EnvSettings,
@@ -49,7 +51,8 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
         base = _normalised(_read(path.read_text(encoding="utf-8"), str(source)))
         changes, problems = _dotlist(overrides)
         merged = OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(changes))
-        for key in sorted(OmegaConf.missing_keys(merged)):  # "???" in the file
+        missing = sorted(OmegaConf.missing_keys(merged))  # "???" in the file
+        for key in missing:
             problems.append(f"{key} must be given: {key}=VALUE.")
             OmegaConf.update(merged, key, None)
         data = OmegaConf.to_container(merged, resolve=True)
@@ -57,17 +60,24 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
         raise ExperimentError(str(source), [" ".join(str(error).split())]) from error
     data = typing.cast(dict[str, Any], data)
     data.setdefault("name", path.stem)
-    return experiment_from_dict(data, str(source), problems)
+    return experiment_from_dict(data, str(source), problems, missing)
 
 
 def experiment_from_dict(
-    data: Mapping[str, Any], source: str = "config", problems: Sequence[str] = ()
+    data: Mapping[str, Any],
+    source: str = "config",
+    problems: Sequence[str] = (),
+    missing: Sequence[str] = (),
 ) -> Experiment:
-    """The typed experiment of a nested dict. `problems` found earlier are listed with those found here."""
-    found = list(problems)
-    built = _build(Experiment, _normalised(data), "", found)
+    """The typed experiment of a nested dict. missing: keys that `problems` say must be given.
+
+    Raises ExperimentError with `problems` found earlier, unknown keys and ill-typed values, and, where there are any of
+    those, also with what is wrong with the values that could be read: everything in one round.
+    """
+    found, bad = list(problems), set(missing)
+    built = _build(Experiment, _normalised(data), "", found, bad)
     if found:
-        raise ExperimentError(source, found)
+        raise ExperimentError(source, found + _wrong_values(built, bad))
     return built
 
 
@@ -144,9 +154,27 @@ def _sections(cls: type = Experiment) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _build(cls: type, data: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
-    """An instance of dataclass `cls`, or None after adding one sentence per problem."""
-    hints, before = _sections(cls), len(problems)
+def _wrong_values(experiment: Experiment, bad: set[str]) -> list[str]:
+    """Problems of an experiment in which the keys `bad` have their defaults, without those that speak of them."""
+    try:
+        experiment.to_grpo_config()
+    except ExperimentError as error:
+        sections = {key.partition(".")[0] for key in bad}
+        # a key in full, or its last part alone: `path` of one section says nothing of `path` of another
+        named = [rf"(?<![\w.])(?:{re.escape(key)}|{re.escape(key.rpartition('.')[2])})(?!\w)" for key in bad]
+        return [
+            text
+            for text in error.problems
+            if text.partition(":")[0] not in sections and not any(re.search(name, text) for name in named)
+        ]
+    except Exception:  # of an environment's own code, say: the problems found before must reach the reader
+        return []
+    return []
+
+
+def _build(cls: type, data: Mapping[str, Any], prefix: str, problems: list[str], bad: set[str]) -> Any:
+    """An instance of dataclass `cls`; adds one sentence per problem, and keys whose default stands for a bad value."""
+    hints = _sections(cls)
     nested, leaves = {}, {}
     for key, value in data.items():
         if key not in hints:
@@ -154,15 +182,18 @@ def _build(cls: type, data: Mapping[str, Any], prefix: str, problems: list[str])
         elif not dataclasses.is_dataclass(hints[key]):
             leaves[key] = value
         elif isinstance(value, Mapping):
-            nested[key] = _build(typing.cast(type, hints[key]), value, f"{prefix}{key}.", problems)
+            nested[key] = _build(typing.cast(type, hints[key]), value, f"{prefix}{key}.", problems, bad)
         else:
             problems.append(
                 f"{prefix}{key} = {value!r} must be a section with {', '.join(_sections(hints[key]))}."
             )
+            bad |= {f"{prefix}{key}.{name}" for name in _sections(hints[key])}
+    parsed: Any
     parsed, found = parse(_LEAVES[cls], leaves, prefix.rstrip(".") or "top level")
-    problems += found
-    if len(problems) > before:
-        return None
+    if parsed is None:
+        problems += found
+        parsed, names = parse_rest(_LEAVES[cls], leaves)
+        bad |= {f"{prefix}{name}" for name in names}
     return cls(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(_LEAVES[cls])}, **nested)
 
 

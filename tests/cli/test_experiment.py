@@ -55,8 +55,9 @@ def test_every_problem_is_listed_with_key_closest_key_and_type(config_file):
     with pytest.raises(ExperimentError) as caught:
         load_experiment(config_file, bad)
     text = str(caught.value)
-    assert len(caught.value.problems) == len(bad)
+    assert len(caught.value.problems) == len(bad) + 1
     for expected in (
+        "env: env_config.task or tasks must be given",  # of the file itself
         "batchsize = 1: no such key.",
         "train.learning_rate = 1: no such key. Closest: train.lr (float)",
         "rollout.groupsize = 8: no such key. Closest: rollout.group_size (int)",
@@ -112,6 +113,24 @@ def test_values_out_of_range_are_listed_at_once_with_the_keys_of_the_file(config
     assert "rollout_config." not in text
 
 
+def test_types_and_values_are_reported_in_one_round(config_file):
+    """Ill-typed, unknown and out-of-range settings are one list; defaults that stand for bad values are not judged."""
+    overrides = [
+        "train.lr=fast",
+        "train.num_epochs=0",
+        "rollout.temprature=1",
+        "rollout.top_p=7",
+        "run.iterations=0",
+    ]
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(config_file, [*overrides, "env.config=3", "evaluation=5"])
+    keys = sorted(problem.partition(" ")[0] for problem in caught.value.problems)
+    assert keys == [
+        *("env.config", "evaluation", "rollout.temprature", "rollout.top_p"),
+        *("run.iterations", "train.lr", "train.num_epochs"),
+    ]
+
+
 def test_nan_is_no_value(config_file):
     """NaN passes every comparison that would refuse it, so it is refused as ill-typed."""
     with pytest.raises(ExperimentError, match=r"train\.lr = nan is no number; it must be float"):
@@ -128,10 +147,12 @@ def test_what_a_file_leaves_open_must_be_given():
     """`???` in a config is asked for by its key, together with every other problem; given, it is gone."""
     with pytest.raises(ExperimentError) as caught:
         load_experiment("local_model", ["model=some-directory", "train.lr=fast"])
-    assert caught.value.problems == (
+    assert caught.value.problems[:2] == (
         "env.config.path must be given: env.config.path=VALUE.",
         "train.lr = 'fast' must be float.",
     )
+    assert caught.value.problems[2].startswith("model.path = 'some-directory': ")
+    assert len(caught.value.problems) == 3
     assert load_experiment("local_model", ["model=m", "env.config.path=p"]).env.config["path"] == "p"
 
 
