@@ -17,6 +17,7 @@ from typing import Any
 
 from ray import tune
 
+from rllib_llm.files import write_whole
 from rllib_llm.tracking import entries
 from rllib_llm.tracking.artefacts import trial_artefacts
 from rllib_llm.tracking.delivery import Delivery, DeliveryReport, now_ms
@@ -28,6 +29,7 @@ from rllib_llm.tracking.store import MLflowStore, Operation, store_address
 logger = logging.getLogger(__name__)
 
 EXPERIMENT_RUN = "experiment"  # our name of the parent run
+RUN_IDS_FILE = "tracking.json"
 
 
 def _never_raise(hook: Callable[..., None]) -> Callable[..., None]:
@@ -86,6 +88,10 @@ class MLflowCallback(tune.Callback):
         self._positions: dict[str, str] = {}  # Tune trial id -> position in the experiment
         self._config: dict[str, dict[str, str]] = {}  # run -> parameters as last seen
         self._history: dict[str, list[tuple[int, dict[str, float]]]] = {}
+        self._created: set[str] = set()  # runs that this process has opened
+        self._restored = False  # from the state that Tune saved
+        self._ended: dict[str, str] = {}  # run -> MLflow status
+        self._saved_ids: dict[str, str] = {}  # as they stand in tracking.json
         self._delivery: Delivery | None = None
         self._directory: Path | None = None
 
@@ -122,6 +128,7 @@ class MLflowCallback(tune.Callback):
             table = samples_table(result, step)
             if table:
                 self._submit(run, "table", {"file": "samples.json", "columns": table})
+        self._save_run_ids()
 
     @_never_raise
     def on_checkpoint(
@@ -151,14 +158,17 @@ class MLflowCallback(tune.Callback):
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         if self._delivery is None:
             return
+        # After an interrupt Tune calls every trial TERMINATED, also one that it has never started.
+        ended = {trial.trial_id: self._ended.get(self._positions.get(trial.trial_id, "")) for trial in trials}
         for trial in trials:
-            if trial.status not in ("TERMINATED", "ERROR"):
+            if ended[trial.trial_id] is None and trial.trial_id in self._positions:
                 self._finish(trial, "KILLED")
-        status = "FAILED" if any(trial.status == "ERROR" for trial in trials) else "FINISHED"
-        if any(trial.status not in ("TERMINATED", "ERROR") for trial in trials):
+        status = "FAILED" if "FAILED" in ended.values() else "FINISHED"
+        if None in ended.values():
             status = "KILLED"
         self._submit(EXPERIMENT_RUN, "finish", {"status": status, "end_ms": now_ms()})
         self.report = self._delivery.close(self._close_timeout_s)
+        self._saved_ids = {}  # Tune.restore puts the file of its start back at the end
         self._save_run_ids()
         if not self.report.complete:
             logger.warning("%s", self.report)
@@ -166,7 +176,7 @@ class MLflowCallback(tune.Callback):
     # ---- state: Tune pickles callbacks, and saves get_state() with the experiment --------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_delivery": None, "_earlier_ids": self.run_ids}
+        return {**self.__dict__, "_delivery": None, "_created": set(), "_earlier_ids": self.run_ids}
 
     def get_state(self) -> dict[str, Any]:
         return {
@@ -174,6 +184,7 @@ class MLflowCallback(tune.Callback):
             "positions": self._positions,
             "config": self._config,
             "history": self._history,
+            "ended": {run: status for run, status in self._ended.items() if status != "KILLED"},
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -181,6 +192,8 @@ class MLflowCallback(tune.Callback):
         self._positions.update(state["positions"])
         self._config.update(state["config"])
         self._history.update(state["history"])
+        self._ended.update(state["ended"])
+        self._restored = True
 
     # ---- inner workings ----------------------------------------------------------------------------------------
 
@@ -189,11 +202,12 @@ class MLflowCallback(tune.Callback):
         self._start(trial)
         run = self._positions.setdefault(trial.trial_id, str(len(self._positions)))
         params = entries.params_of(trial.config)
-        before = self._config.get(run)
+        before = self._config.get(run, params)
         self._config[run] = params
-        if before is None:
+        if run not in self._created:
+            self._created.add(run)
             self._create_trial_run(run, trial)
-        elif before != params:
+        if before != params:
             self._log_changed(run, trial, before, params)
         return run
 
@@ -203,6 +217,8 @@ class MLflowCallback(tune.Callback):
         self._directory = Path(trial.storage.experiment_driver_staging_path)
         if trial.storage.storage_filesystem.type_name == "local":
             self._directory = Path(trial.storage.experiment_fs_path)
+        if self._restored:
+            self._read_run_ids(self._directory / RUN_IDS_FILE)
         store = MLflowStore(self.tracking_uri, self.experiment_name, self._earlier_ids)
         self._delivery = Delivery(store, self._directory / "tracking_unsent.jsonl")
         name = self._run_name or trial.storage.experiment_dir_name
@@ -250,6 +266,7 @@ class MLflowCallback(tune.Callback):
 
     def _finish(self, trial: Any, status: str) -> None:
         run = self._open(trial)
+        self._ended[run] = status
         if self._directory is not None:
             for path in save_plots(self._history.get(run, []), self._directory / "plots" / run):
                 self._submit(run, "file", {"path": str(path), "folder": "plots"})
@@ -260,13 +277,23 @@ class MLflowCallback(tune.Callback):
             self._delivery.submit(Operation(run, kind, payload))
 
     def _save_run_ids(self) -> None:
-        if self._directory is not None:
-            record = {
+        """So that a run that is killed goes on in its MLflow runs: the store gives ids some time after it was asked."""
+        if self._directory is not None and self.run_ids != self._saved_ids:
+            record: dict[str, Any] = {
                 "tracking_uri": self.tracking_uri,
                 "experiment": self.experiment_name,
                 "run_ids": self.run_ids,
+                "positions": self._positions,
             }
-            (self._directory / "tracking.json").write_text(json.dumps(record, indent=1))
+            write_whole(self._directory / RUN_IDS_FILE, json.dumps(record, indent=1))
+            self._saved_ids = dict(record["run_ids"])
+
+    def _read_run_ids(self, file: Path) -> None:
+        """Tune's state is older than this file: the store's answers come later, and Tune saves now and then."""
+        if file.is_file():
+            record = json.loads(file.read_text(encoding="utf-8"))
+            self._earlier_ids.update(record["run_ids"])
+            self._positions.update(record["positions"])
 
     def _note(self, where: str, error: Exception) -> None:
         line = f"{where}: {type(error).__name__}: {error}"

@@ -1,7 +1,9 @@
 """The callback against real Tune experiments and a real sqlite store."""
 
 import json
+import os
 import pickle
+import signal
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,51 @@ def test_a_config_changed_by_pbt_is_a_curve_not_a_conflict(ray_session, uri, tmp
     curve = history(client, callback.run_id_of(changed[0].trial_id), "config/lr")
     assert curve[0] == (0, float(data.params["lr"]))
     assert curve[-1][1] == 4.0
+
+
+def test_an_interrupted_experiment_is_killed_and_goes_on(ray_session, uri, tmp_path):
+    """After Tune's interrupt the open runs are KILLED and tracking.json names them; resuming finishes the same runs."""
+    callback = MLflowCallback(uri, "interrupted")
+    original = callback.on_checkpoint
+
+    def interrupt(**info):
+        original(**info)
+        os.kill(os.getpid(), signal.SIGUSR1)  # what Tune takes for Ctrl-C wherever it handles SIGINT or not
+
+    callback.on_checkpoint = interrupt
+    options = {"checkpoint_config": CheckpointConfig(checkpoint_frequency=1), "max_concurrent_trials": 1}
+    run(callback, tmp_path, {"lr": tune.grid_search([1.0, 2.0])}, **options)
+    client = MlflowClient(tracking_uri=uri)
+    assert set(callback.run_ids) == {EXPERIMENT_RUN, "0"}
+    assert {client.get_run(run_id).info.status for run_id in callback.run_ids.values()} == {"KILLED"}
+    assert json.loads((tmp_path / "exp" / "tracking.json").read_text())["run_ids"] == callback.run_ids
+    again = MLflowCallback(uri, "interrupted")
+    run(again, tmp_path, {"lr": tune.grid_search([1.0, 2.0])}, resume=True, **options)
+    assert callback.run_ids.items() <= again.run_ids.items()
+    runs = client.search_runs([client.get_experiment_by_name("interrupted").experiment_id])
+    assert len(runs) == 3
+    assert {found.info.status for found in runs} == {"FINISHED"}
+    for position in ("0", "1"):
+        curve = history(client, again.run_ids[position], "env_runners/episode_return_mean")
+        assert sorted({step for step, _ in curve}) == [1, 2, 3]
+    assert json.loads((tmp_path / "exp" / "tracking.json").read_text())["run_ids"] == again.run_ids
+
+
+def test_a_write_of_the_run_ids_that_fails_leaves_the_old_ones(uri, tmp_path, monkeypatch):
+    """tracking.json is replaced in one step: a full disk costs a note, not the ids that a resumed run goes on with."""
+    callback = MLflowCallback(uri, "full", run_ids={"experiment": "abc"})
+    callback._directory = tmp_path
+    callback._save_run_ids()
+    callback._earlier_ids["0"] = "def"
+
+    def full(path, text, **_):
+        path.write_bytes(text[:2].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        callback._save_run_ids()
+    assert json.loads((tmp_path / "tracking.json").read_text())["run_ids"] == {"experiment": "abc"}
 
 
 def test_resuming_goes_on_in_the_same_runs(ray_session, uri, tmp_path):
