@@ -17,8 +17,8 @@ CONFIG      ?= configs/quickstart.yaml
 OVERRIDES   ?=
 TESTS       ?= tests
 PYTEST_ARGS ?=
-EXTRAS_RUN  ?= mlflow,tasks
-EXTRAS_DEV  ?= mlflow,tasks,graph,dev
+EXTRAS_RUN  ?= mlflow,compare,tasks
+EXTRAS_DEV  ?= mlflow,compare,tasks,graph,dev
 
 # Without an NVIDIA GPU, torch is installed first and by exact version, so that pip is not free to choose a newer
 # CUDA build of several GB. TORCH takes any arguments of pip (`make test TORCH="torch==2.13.0 --index-url …"`).

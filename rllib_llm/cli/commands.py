@@ -16,11 +16,13 @@ class UsageError(ValueError):
 def add_all(subparsers: Any) -> None:
     """Add every command to the main parser."""
     from precision_policies.cli import add_policy_parser
+    from rllib_llm.cli.compare import add_compare_parsers
     from rllib_llm.cli.mismatch import add_mismatch_parser
     from rllib_llm.cli.models import add_models_parser
 
     _add_train(subparsers)
     _add_eval(subparsers)
+    add_compare_parsers(subparsers)
     add_policy_parser(subparsers, _model_path)
     _add_config(subparsers)
     _add_envs(subparsers)

@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    arguments = build_parser().parse_args(argv)
+    arguments = _parsed(build_parser(), argv)
     # RLlib announces its own "new API stack" at every validation of a config; it is the only one there is here.
     logging.getLogger("ray.rllib.algorithms.algorithm_config").setLevel(logging.ERROR)
     try:
@@ -61,10 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes positional arguments from one place only; overrides may also stand after options."""
+    arguments, rest = parser.parse_known_args(argv)
+    if not hasattr(arguments, "overrides") or any(text.startswith("-") or "=" not in text for text in rest):
+        return parser.parse_args(argv)  # its own error where anything is left
+    arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
 def _input_errors() -> tuple[type[Exception], ...]:
     """Errors that say what is wrong with the input; everything else is a bug and keeps its traceback."""
     from precision_policies import PolicyError
     from rllib_llm.algorithm.checkpoint import PrecisionChangeError
+    from rllib_llm.algorithm.placement import PlacementError
+    from rllib_llm.compare.curves import CurvesError
+    from rllib_llm.compare.figures import FiguresUnavailableError
     from rllib_llm.engines.base import EngineUnavailableError
     from rllib_llm.envs import EnvConfigError
     from rllib_llm.experiment import ExperimentError
@@ -76,6 +88,9 @@ def _input_errors() -> tuple[type[Exception], ...]:
     return (
         PolicyError,
         PrecisionChangeError,
+        PlacementError,
+        CurvesError,
+        FiguresUnavailableError,
         ExperimentError,
         ArchitectureError,
         CheckpointError,

@@ -68,7 +68,7 @@ def test_wheel_holds_every_file(wheel):
         for path in (ROOT / folder).rglob("*")
         if path.is_file()
         and "__pycache__" not in path.parts
-        and (path.suffix in (".py", ".yaml") or path.name == "py.typed" or "assets" in path.parts)
+        and (path.suffix in (".py", ".yaml", ".j2") or path.name == "py.typed" or "assets" in path.parts)
     }
     assert len(wanted) > 100
     assert wanted - held == set()

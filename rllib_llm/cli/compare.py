@@ -1,0 +1,200 @@
+"""`rllib-llm compare` and `rllib-llm report`: train policy × seed, and say in one page what came out."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rllib_llm.cli.commands import UsageError, _positive, new_parser
+
+if TYPE_CHECKING:
+    from rllib_llm.compare.experiment import Plan
+    from rllib_llm.compare.report import Options, Report
+
+_NEEDS = (
+    "compare needs a config and policies: rllib-llm compare quickstart --policies bf16,unified-fp8 --seeds 5"
+)
+
+
+def add_compare_parsers(subparsers: Any) -> None:
+    """Add `compare` and `report` to the main parser."""
+    parser = new_parser(
+        subparsers,
+        "compare",
+        "train one config under several precision policies and seeds, and write an HTML report",
+        "  rllib-llm compare quickstart --policies bf16,mixed-bf16-fp8,unified-fp8 --seeds 5\n"
+        "  rllib-llm compare my.yaml train.lr=2e-4 --policies bf16,./mine.yaml --seeds 0,1,7 --iterations 200\n"
+        "  rllib-llm compare --resume results/quickstart-compare-20260101-120000\n\n"
+        "Every cell (policy × seed) runs the same number of iterations: run.stop and run.max_minutes of the config do\n"
+        "not apply. Ctrl-C writes checkpoints and says how to resume.",
+    )
+    parser.add_argument("config", nargs="?", help="YAML file, or the name of a shipped config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, for all cells alike")
+    parser.add_argument("--policies", metavar="A,B,…", help="policies to compare: names or YAML files")
+    parser.add_argument(
+        "--seeds", default=None, metavar="N", help="number of seeds (default 5), or a list: 0,1,7"
+    )
+    parser.add_argument(
+        "--iterations", type=_positive, metavar="N", help="of every cell (default: run.iterations)"
+    )
+    parser.add_argument(
+        "--concurrent", type=_positive, metavar="N", help="most cells at a time (default: what fits)"
+    )
+    parser.add_argument("--out", metavar="DIR", help="directory to make (default: below run.directory)")
+    parser.add_argument("--resume", metavar="DIR", help="go on with an interrupted comparison")
+    _add_report_options(parser)
+    parser.set_defaults(run=_compare)
+    report = new_parser(
+        subparsers,
+        "report",
+        "write the HTML report of raw results: curves*.jsonl or curves*.csv in a directory",
+        "  rllib-llm report results/quickstart-compare-20260101-120000\n"
+        "  rllib-llm report benchmarks/results/long_answers --baseline bf16 --target 0.8",
+    )
+    report.add_argument(
+        "directory", help="directory with raw results (docs/experiments.md says in what format)"
+    )
+    _add_report_options(report)
+    report.set_defaults(run=_report)
+
+
+def _add_report_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("report")
+    group.add_argument(
+        "--metric", help="what is compared, higher is better (default: mean reward of an iteration)"
+    )
+    group.add_argument("--baseline", metavar="ARM", help="arm to measure the others against (default: bf16)")
+    group.add_argument(
+        "--target", type=float, help="reward whose cost is reported (default: 90 %% of the baseline's gain)"
+    )
+    group.add_argument(
+        "--margin", type=float, help="relative difference that counts as equal (default: 0.01)"
+    )
+    group.add_argument("--last", type=_positive, metavar="N", help="values of a final reward (default: 5)")
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    from rllib_llm.compare.report import Options
+
+    names = ("metric", "baseline", "target", "margin", "last")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return Options(**given)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from rllib_llm.compare.report import write_report
+
+    file, report = write_report(arguments.directory, _options(arguments))
+    _print_summary(file, report)
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from rllib_llm.compare.figures import require_matplotlib
+
+    require_matplotlib()  # not after hours of training
+    options = _options(arguments)
+    if arguments.resume is not None:
+        if arguments.config or arguments.policies or arguments.seeds or arguments.iterations or arguments.out:
+            raise UsageError(
+                "--resume takes config, policies, seeds and iterations from the directory; drop the others."
+            )
+        directory = Path(arguments.resume).expanduser().absolute()
+        return _run(read_plan(directory, arguments.concurrent), directory, options, resume=True)
+    if arguments.config is None or "=" in arguments.config or not arguments.policies:
+        raise UsageError(_NEEDS)
+    plan = _new_plan(arguments)
+    plan.configs()  # before a directory is made
+    if options.baseline is not None and options.baseline not in plan.arms:
+        raise UsageError(
+            f"--baseline {options.baseline}: no policy of this comparison ({', '.join(plan.arms)})."
+        )
+    return _run(plan, _new_directory(plan, arguments.out), options, resume=False)
+
+
+def _new_plan(arguments: argparse.Namespace) -> Plan:
+    from precision_policies import load_policy
+    from rllib_llm.compare.experiment import Plan
+    from rllib_llm.experiment_file import load_experiment
+
+    experiment = load_experiment(arguments.config, arguments.overrides)
+    policies = tuple(load_policy(name.strip()) for name in arguments.policies.split(",") if name.strip())
+    seeds = _seeds(arguments.seeds or "5", experiment.run.seed)
+    return Plan(
+        experiment, policies, seeds, arguments.iterations or experiment.run.iterations, arguments.concurrent
+    )
+
+
+def _seeds(text: str, first: int) -> tuple[int, ...]:
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UsageError(f"--seeds {text}: a number of seeds, or seeds with commas between them.") from None
+    if "," in text:
+        return tuple(numbers)
+    if numbers[0] < 1:
+        raise UsageError(f"--seeds {text}: at least 1.")
+    return tuple(range(first, first + numbers[0]))
+
+
+def _new_directory(plan: Plan, wished: str | None) -> Path:
+    from rllib_llm.cli.directories import new_directory
+
+    if wished is None:
+        return new_directory(plan.experiment, "compare")
+    path = Path(wished).expanduser().absolute()
+    if path.is_dir() and any(path.iterdir()):
+        raise UsageError(f"--out {wished} is not empty; go on with it by --resume {wished}, or name another.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {wished}: cannot be made ({error.strerror}).") from error
+    return path
+
+
+def read_plan(directory: Path, concurrent: int | None) -> Plan:
+    """The plan of a comparison that was begun in `directory`. Raises UsageError where none was."""
+    from precision_policies import load_policy
+    from rllib_llm.cli.directories import EXPERIMENT_FILE
+    from rllib_llm.compare.curves import DESCRIPTION_FILE
+    from rllib_llm.compare.experiment import Plan
+    from rllib_llm.experiment_file import load_experiment
+
+    files = [directory / EXPERIMENT_FILE, directory / DESCRIPTION_FILE]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise UsageError(
+            f"{directory} has no {' and no '.join(missing)}; give a directory made by rllib-llm compare."
+        )
+    description = json.loads(files[1].read_text(encoding="utf-8"))
+    planned, arms = description["planned"], description["arms"]
+    policies = tuple(load_policy(arms[name]["definition"]) for name in planned["arms"])
+    experiment = load_experiment(files[0])
+    return Plan(experiment, policies, tuple(planned["seeds"]), planned["iterations"], concurrent)
+
+
+def _run(plan: Plan, directory: Path, options: Options, *, resume: bool) -> int:
+    from rllib_llm.cli.compare_run import run_comparison
+    from rllib_llm.compare.report import write_report
+
+    started = time.monotonic()
+    outcome = run_comparison(plan, directory, options.baseline, resume=resume)
+    if not any(directory.glob("curves*.jsonl")):
+        print("No cell has finished an iteration: there is nothing to report.", file=sys.stderr)
+    else:
+        file, report = write_report(directory, dataclasses.replace(options))
+        outcome.attach(file, report)
+        _print_summary(file, report)
+    print(f"{outcome.text} after {(time.monotonic() - started) / 60:.1f} min; raw results in {directory}")
+    for line in outcome.problems:
+        print(line, file=sys.stderr)
+    return outcome.exit_status
+
+
+def _print_summary(file: Path, report: Report) -> None:
+    print("\n".join(f"· {sentence}" for sentence in report.summary))
+    print(f"report: {file}")
