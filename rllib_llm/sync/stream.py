@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,11 +169,13 @@ class WeightSender:
         meeting = Meeting(self._store, push, offer.engines, offer.timeout_s)
         try:
             meeting.gather("ready")
-            channel = self._channel(offer, meeting)
             plan = buckets(offer.manifest.specs, offer.bucket_bytes)
-            for reading, phase in enumerate(("verified", "held")):
-                self._read(channel, offer, plan, source, reading * len(plan))
-                meeting.gather(phase)
+            # A thread has its own current device, and the kernels of `source` run on the current one.
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                channel = self._channel(offer, meeting)
+                for reading, phase in enumerate(("verified", "held")):
+                    self._read(channel, offer, plan, source, reading * len(plan))
+                    meeting.gather(phase)
             meeting.forget()
         except BaseException as error:
             self._groups.close()

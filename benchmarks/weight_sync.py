@@ -1,0 +1,319 @@
+"""Seconds and memory of a weight push, per transport: a learner and an engine's model in two processes.
+
+    python benchmarks/weight_sync.py --shape qwen3-8b --out benchmarks/results/weight_sync_h200.json
+    python benchmarks/weight_sync.py --reload --shape qwen3-8b --out r.json       # vLLM's own reload_weights, stock FP8
+
+Weights are random. The engine's side is the rollout `CausalLM` in a Ray actor (what vLLM runs here, without vLLM):
+it verifies, applies and hashes as an engine does. A push is timed from the learner's changed weights to the compared
+receipt: quantisation and hashing of the manifest, both readings, the copy, and the hashes of what is then held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+_HERE = Path(__file__).resolve().parent
+# transformers imports whatever is called `kernels` (its kernel hub); beside this script that is kernels.py.
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _HERE]
+
+import torch  # noqa: E402
+from transformers import Qwen3Config  # noqa: E402
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+}  # fmt: skip
+
+
+def make_config(shape: str) -> Any:
+    return Qwen3Config(
+        **SHAPES[shape],
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+class Holder:
+    """The engine's side: a rollout model that takes updates."""
+
+    def __init__(self, shape: str, policy: str, device: str) -> None:
+        from rllib_llm.models import build_model
+        from rllib_llm.sync.stream import Groups
+        from rllib_llm.sync.topology import place_of
+
+        with torch.device(device):
+            self.model = build_model(make_config(shape), policy, "rollout")
+        self.device, self.groups, self.place = device, Groups(), place_of(device)
+        self.chunks: list[Any] = []
+
+    def where(self) -> Any:
+        return self.place
+
+    def stage(self, chunk: Any) -> None:
+        self.chunks.append(chunk)
+
+    def apply(self) -> tuple[Any, int]:
+        from rllib_llm.sync.packed import WeightUpdate
+
+        chunks, self.chunks = self.chunks, []
+        return self.take(WeightUpdate.assemble(chunks))
+
+    def take(self, update: Any) -> tuple[Any, int]:
+        """(receipt, most GPU bytes beyond the weights)."""
+        from rllib_llm.sync.take import take_update
+
+        before = self._reset_peak()
+        receipt = take_update(update, self.model, self.groups, lambda: None, lambda version: None)
+        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
+        return receipt, peak - before
+
+    def _reset_peak(self) -> int:
+        if self.device != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+
+class Bench:
+    """A learner's model here and a `Holder` in another process, under one policy."""
+
+    def __init__(self, args: argparse.Namespace, policy: str) -> None:
+        import ray
+
+        from precision_policies import load_policy
+        from rllib_llm.attest import prepare_process
+        from rllib_llm.models import build_model
+
+        self.args, self.policy, self.device = args, policy, args.device
+        prepare_process(load_policy(policy), "torch", self.device)
+        with torch.device(self.device):
+            self.model = build_model(make_config(args.shape), policy, "train")
+        self.change()
+        environment = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        remote = ray.remote(num_cpus=1, num_gpus=0)(Holder).options(runtime_env={"env_vars": environment})
+        self.holder = remote.remote(args.shape, policy, self.device)
+        self.place = ray.get(self.holder.where.remote())
+        self.version = 0
+
+    def change(self) -> None:
+        """Other weights, as after an optimiser step."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.normal_(0, 0.02)
+        wait(self.device)
+
+    def push(self, transport: str) -> dict[str, float]:
+        """One push; seconds of its parts, extra bytes on both sides."""
+        self.change()
+        self.version += 1
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        begin = time.perf_counter()
+        made, (receipt, theirs), hashes = getattr(self, f"_{transport}")()
+        wait(self.device)
+        seconds = time.perf_counter() - begin
+        assert dict(receipt.hashes) == dict(hashes)
+        ours = torch.cuda.max_memory_allocated() - held if self.device == "cuda" else 0
+        return {
+            "seconds": seconds,
+            "manifest_s": made,
+            "extra_learner_bytes": ours,
+            "extra_engine_bytes": theirs,
+        }
+
+    def _manifest(self) -> tuple[float, Any]:
+        from rllib_llm.sync.export import export_manifest
+
+        begin = time.perf_counter()
+        manifest = export_manifest(self.model, self.version)
+        return time.perf_counter() - begin, manifest
+
+    def _stream(self, transport: Any) -> Any:
+        import ray
+
+        from rllib_llm.sync.stream import WeightSender
+
+        if not hasattr(self, "sender"):
+            self.sender = WeightSender(torch.device(self.device), "127.0.0.1", 120.0)
+        made, manifest = self._manifest()
+        [offer] = self.sender.offer(manifest, transport, [self.place.identity])
+        thread = threading.Thread(target=self.sender.send, args=(offer.push, self.model.rollout_tensors))
+        answer = self.holder.take.remote(offer)
+        thread.start()
+        result = ray.get(answer)
+        thread.join()
+        return made, result, manifest.hashes
+
+    def _cuda_ipc(self) -> Any:
+        return self._stream("cuda_ipc")
+
+    def _gloo(self) -> Any:
+        return self._stream("gloo")
+
+    def _object_store(self) -> Any:
+        import ray
+
+        from rllib_llm.engines.vllm.engine import CHUNK_BYTES
+        from rllib_llm.sync.export import export_weights
+
+        begin = time.perf_counter()
+        update = export_weights(self.model, self.version)
+        made = time.perf_counter() - begin
+        for chunk in update.split(CHUNK_BYTES):
+            ray.get(self.holder.stage.remote(chunk))
+        return made, ray.get(self.holder.apply.remote()), update.hashes
+
+    def _in_process(self) -> Any:
+        from rllib_llm.sync.receiver import InProcessUpdate
+
+        if not hasattr(self, "local"):
+            self.local = Holder(self.args.shape, self.policy, self.device)
+        made, manifest = self._manifest()
+        return made, self.local.take(InProcessUpdate(manifest, self.model.rollout_tensors)), manifest.hashes
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    import ray
+
+    rows = []
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=args.store_gib << 30,
+    )
+    for policy in args.policies:
+        bench = Bench(args, policy)
+        size = sum(t.numel() * t.element_size() for _, t in bench.model.rollout_tensors())
+        for name in args.transports:
+            transport, _, count = name.partition(":")
+            pushes: list[dict[str, float]] = []
+            try:
+                for _ in range(int(count or args.repeats)):
+                    pushes.append(bench.push(transport))
+            except Exception as error:
+                print(f"{policy} {transport}: {error!r}", flush=True)
+            if not pushes:
+                continue
+            kept = pushes[1:] or pushes  # the first one forms groups, opens buffers and compiles kernels
+            row = {
+                "policy": policy, "transport": transport, "gigabytes": size / 1e9, "pushes": len(kept),
+                "first_s": pushes[0]["seconds"],
+            } | {key: statistics.median(p[key] for p in kept) for key in kept[0]}  # fmt: skip
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+        ray.kill(bench.holder)
+        del bench
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    ray.shutdown()
+    return rows
+
+
+def measure_reload(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """vLLM's own `reload_weights` of a stock block-FP8 model in this process, from tensors on the GPU: no hashes, no
+    verification, no transport."""
+    import tempfile
+
+    from vllm import LLM
+
+    config = make_config(args.shape)
+    config.quantization_config = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+    }  # fmt: skip
+    config.architectures = ["Qwen3ForCausalLM"]
+    directory = tempfile.mkdtemp()
+    config.save_pretrained(directory)
+    llm = LLM(
+        directory,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_batched_tokens=256,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.3,
+    )
+    tensors = list(checkpoint_tensors(args.shape))
+    seconds = []
+    for _ in range(args.repeats):
+        wait("cuda")
+        begin = time.perf_counter()
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+        llm.reset_prefix_cache()
+        wait("cuda")
+        seconds.append(time.perf_counter() - begin)
+    size = sum(t.numel() * t.element_size() for _, t in tensors)
+    row = {
+        "policy": "stock vLLM FP8", "transport": "reload_weights, in process", "gigabytes": size / 1e9,
+        "pushes": len(seconds) - 1, "first_s": seconds[0], "seconds": statistics.median(seconds[1:]),
+    }  # fmt: skip
+    print(json.dumps(row), flush=True)
+    return [row]
+
+
+def checkpoint_tensors(shape: str) -> Any:
+    """Random FP8 checkpoint of the shape, quantised beforehand, in Hugging Face names."""
+    from rllib_llm.models import build_model
+
+    with torch.device("cuda"):
+        model = build_model(make_config(shape), "unified-fp8", "train")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.02)
+    yield from model.rollout_tensors()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="tiny", choices=SHAPES)
+    parser.add_argument("--policies", nargs="+", default=["unified-fp8", "bf16"])
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        default=["in_process", "cuda_ipc", "object_store:1"],
+        help="with ':n' for n pushes",
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--store-gib", type=int, default=24)
+    parser.add_argument("--reload", action="store_true", help="measure stock vLLM's reload_weights instead")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = measure_reload(args) if args.reload else measure(args)
+    if args.out:
+        machine = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+        args.out.write_text(
+            json.dumps(
+                {"machine": machine, "torch": torch.__version__, "shape": args.shape, "rows": rows}, indent=1
+            )
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
