@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -159,7 +160,7 @@ class Registry:
         location = self.client.get_model_version_download_uri(entry.name, entry.version)
         if location.startswith(SCHEME):
             location = self.client.get_logged_model(location.removeprefix(SCHEME)).artifact_location
-        if "://" in location and not location.startswith("file:"):
+        if urllib.parse.urlparse(location).scheme not in ("", "file"):
             return None
         return Path(local_file_uri_to_path(location))
 
@@ -171,13 +172,8 @@ class Registry:
         target = base / f"{entry.name}-{entry.version}-{key}"
         if not target.is_dir():
             base.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=base) as part:
-                got = download_artifacts(
-                    artifact_uri=entry.uri,
-                    dst_path=part,
-                    tracking_uri=self.uri,
-                    registry_uri=self.registry_uri,
-                )
+            with tempfile.TemporaryDirectory(dir=base) as part, _process_default(self.uri):
+                got = download_artifacts(artifact_uri=entry.uri, dst_path=part)
                 try:
                     Path(got).rename(target)
                 except OSError:  # another process was faster; its copy is complete, because a rename is
@@ -231,8 +227,8 @@ class Registry:
 
 @contextmanager
 def _process_default(uri: str) -> Iterator[None]:
-    """MLflow's process-wide tracking address, for one call: the registry in a database looks up the logged model there
-    and not in the store of the client that asks (MLflow 3.17, sqlalchemy_store.create_model_version).
+    """MLflow's process-wide tracking address, for one call. Two look there, whatever store they are asked (3.17):
+    a registry in a database for the logged model of a new version, and `download_artifacts` of ``models:/``.
     """
     import mlflow
 

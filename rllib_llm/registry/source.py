@@ -150,14 +150,29 @@ def _with_run(checkpoint: Path, run: Any | None, client: Any) -> Source:
 
 
 def metrics_at(source: Source, client: Any, iteration: int) -> dict[str, float]:
-    """Metrics of a run as they stood at a training iteration: the last value up to it; empty without a run."""
+    """Metrics as they stood at a training iteration: the last value up to it.
+
+    Of the run where one is known, else of the curve that `rllib-llm train` keeps in the experiment's directory.
+    """
     if source.run_id is None:
-        return {}
+        return _metrics_on_disk(source.checkpoint, iteration)
     values = {}
     for key in _METRICS:
         points = [m for m in client.get_metric_history(source.run_id, key) if m.step <= iteration]
         if points:
             values[key] = max(points, key=lambda m: m.step).value
+    return values
+
+
+def _metrics_on_disk(checkpoint: Path, iteration: int) -> dict[str, float]:
+    from rllib_llm.cli.directories import find_experiment
+    from rllib_llm.cli.history import read_history
+
+    directory = find_experiment(checkpoint)
+    values: dict[str, float] = {}
+    for row in read_history(directory) if directory is not None else ():
+        if row["training_iteration"] <= iteration:
+            values |= {key: row[key] for key in _METRICS if key in row}
     return values
 
 
