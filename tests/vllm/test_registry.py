@@ -27,8 +27,16 @@ def served(directory: Path, prompts: list[list[int]], variables: dict[str, str])
     """Greedy tokens of stock vLLM in a process of its own."""
     asked, out = directory / "prompts.json", directory / "answers.json"
     asked.write_text(json.dumps(prompts))
-    plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # which holds this repository
-    environment = plain | variables | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    # transformers imports a top-level module called `kernels`, which the repository's root would offer
+    paths = [
+        p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and not Path(p, "kernels").is_dir()
+    ]
+    environment = (
+        os.environ
+        | {"PYTHONPATH": os.pathsep.join(paths)}
+        | variables
+        | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    )
     environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     script = Path(__file__).parent / "stock_vllm.py"
     command = [sys.executable, str(script), str(directory), str(asked), str(out)]
