@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,28 +88,39 @@ def _backward_op(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     cu_seqlens: torch.Tensor, longest: int, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dq, dk, dv); K and V heads are repeated for the kernel and their gradients summed per group in fp32."""
-    group = q.shape[1] // k.shape[1]
+    """(dq, dk, dv). The kernel reads grouped K and V as they are and sums their gradients per group."""
     # The kernel adds dq of different key blocks with atomics unless told otherwise; a run must repeat exactly.
     previous, warn = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False
+    # Made on the device: a copy from the host would wait for all kernels before it, and leave the queue empty.
+    no_rng = torch.empty(2, dtype=torch.int64, device=q.device).zero_().view(torch.uint64)
     try:
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            do, q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), o, lse, cu_seqlens, cu_seqlens,
-            longest, longest, 0.0, True, _NO_RNG.to(q.device), _NO_RNG.to(q.device), scale=scale,
-        )  # fmt: skip
+        return torch.ops.aten._flash_attention_backward(
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            0.0,
+            True,
+            no_rng,
+            no_rng,
+            scale=scale,
+        )
     finally:
+        settings.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(previous, warn_only=warn)
-    if group == 1:
-        return dq, dk, dv
-    split = (k.shape[0], k.shape[1], group, -1)
-    return dq, *(g.view(split).sum(2, dtype=torch.float32).to(k.dtype) for g in (dk, dv))
-
-
-_NO_RNG = torch.zeros(2, dtype=torch.uint64)
 
 
 @_backward_op.register_fake

@@ -9,18 +9,31 @@ import triton.language as tl
 from precision_kernels.reference.activation import _check
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
 from precision_kernels.triton.numerics import (
+    INTERPRETED,
+    block_amax,
     block_scale,
     divide_by_scale,
     encode_e4m3,
     exp,
-    finite_magnitude,
+    fast,
+    multiply,
     round_to,
+    silu_bf16,
     widen,
 )
 from precision_kernels.triton.quantise import aligned_scales
 
 _ROWS, _BLOCKS = 8, 2
 """8 x 256 elements, 16 per thread: 86 % of the copy bandwidth, where 32 per thread gave 70 %."""
+
+
+@triton.jit
+def _silu(g):
+    """silu(g) rounded to g's dtype."""
+    wide = widen(g)
+    if g.dtype == tl.bfloat16 and not INTERPRETED:
+        return round_to(silu_bf16(wide), g.dtype)
+    return round_to(tl.div_rn(wide, exp(-wide) + 1.0), g.dtype)
 
 
 @triton.jit
@@ -32,16 +45,15 @@ def _forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    g = widen(tl.load(gate + rows[:, None] * gate_m + columns[None, :], mask, 0.0))
-    u = widen(tl.load(up + rows[:, None] * up_m + columns[None, :], mask, 0.0))
-    silu = widen(round_to(tl.div_rn(g, exp(-g) + 1.0), gate.dtype.element_ty))
-    z = round_to(silu * u, gate.dtype.element_ty)
+    g = tl.load(gate + rows[:, None] * gate_m + columns[None, :], mask, 0.0)
+    u = tl.load(up + rows[:, None] * up_m + columns[None, :], mask, 0.0)
+    z = multiply(_silu(g), u)
     out = rows[:, None] * K + columns[None, :]
     if WRITE:
         tl.store(y + out, z, mask)
     if QUANTISE:
         q = tl.reshape(widen(z), (ROWS, BLOCKS, 128))
-        scale = block_scale(tl.max(finite_magnitude(q), 2), floor, UE8M0)
+        scale = block_scale(block_amax(q, 2), floor, UE8M0)
         code = encode_e4m3(divide_by_scale(q, scale[:, :, None], FAST))
         tl.store(codes + out, tl.reshape(code, (ROWS, BLOCKS * 128)), mask)
         block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -86,7 +98,7 @@ def silu_mul_op(
     if m and k:
         _forward_kernel[(triton.cdiv(m, _ROWS), triton.cdiv(k, BLOCK * _BLOCKS))](
             gate, up, y, codes, scales, m, k, gate.stride(0), up.stride(0), *scales.stride(), floor,
-            WRITE=write, QUANTISE=quantise, UE8M0=ue8m0, FAST=gate.dtype != torch.float32,
+            WRITE=write, QUANTISE=quantise, UE8M0=ue8m0, FAST=fast(gate.dtype, floor),
             ROWS=_ROWS, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y, codes, scales

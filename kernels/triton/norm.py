@@ -15,12 +15,14 @@ import triton.language as tl
 from precision_kernels.reference.exact import SUM_CHUNK
 from precision_kernels.reference.formats import FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
 from precision_kernels.reference.norm import _check
+from precision_kernels.triton import wide_norm
 from precision_kernels.triton.numerics import (
     INTERPRETED,
+    block_amax,
     block_scale,
     divide_by_scale,
     encode_e4m3,
-    finite_magnitude,
+    fast,
     fold,
     round_to,
     widen,
@@ -96,7 +98,7 @@ def _forward_kernel(
             tl.store(y + out, z, mask)
         if QUANTISE:
             q = tl.reshape(widen(z), (ROWS, WIDTH // 128, 128))
-            scale = block_scale(tl.max(finite_magnitude(q), 2), floor, UE8M0)
+            scale = block_scale(block_amax(q, 2), floor, UE8M0)
             code = encode_e4m3(divide_by_scale(q, scale[:, :, None], FAST))
             tl.store(codes + out, tl.reshape(code, (ROWS, WIDTH)), mask)
             block = c * (WIDTH // 128) + tl.arange(0, WIDTH // 128)[None, :]
@@ -164,7 +166,9 @@ def _tile(d: int, quantise: bool) -> tuple[int, int, int]:
     return rows, width, 4 if rows > 1 else 1
 
 
-def _outputs(x: torch.Tensor, add: bool, write: bool, quantise: bool) -> tuple[torch.Tensor, ...]:
+def _outputs(
+    x: torch.Tensor, add: bool, write: bool, quantise: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Uninitialised (y, new residual, rstd, codes, scales); what is not asked for has no elements."""
     m, _, d, _, _ = _shape(x)
     none = lambda dtype: torch.empty(0, 0, dtype=dtype, device=x.device)  # noqa: E731
@@ -182,19 +186,22 @@ def rms_norm_op(
     ue8m0: bool, floor: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """x, residual [M, D] or [T, H, D] -> (y, new residual, rstd, codes, scales), see `_outputs`."""
-    y, summed, rstd, codes, scales = _outputs(x, residual is not None, write, quantise)
+    outputs = _outputs(x, residual is not None, write, quantise)
+    y, summed, rstd, codes, scales = outputs
     m, h, d, x_m, x_h = _shape(x)
-    if m and d:
+    if m and wide_norm.accepts(x, residual, weight, floor):
+        wide_norm.launch(x, residual, weight, outputs, eps, write, quantise, ue8m0, floor)
+    elif m and d:
         rows, width, warps = _tile(d, quantise)
         chunks = triton.cdiv(d, width)
         _forward_kernel[(triton.cdiv(m, rows),)](
             x, residual if residual is not None else x, weight, y, summed, rstd, codes, scales, m, h, d, x_m, x_h,
             *scales.stride(), eps, floor, ADD=residual is not None, WRITE=write, QUANTISE=quantise, UE8M0=ue8m0,
-            FAST=x.dtype != torch.float32, ROWS=rows, WIDTH=width, LOG2=width.bit_length() - 1,
+            FAST=fast(x.dtype, floor), ROWS=rows, WIDTH=width, LOG2=width.bit_length() - 1,
             CHUNKS=chunks, HELD=chunks <= (2 if residual is not None else 3), num_warps=warps,
             maxnreg=_REGISTERS if quantise and warps == 1 else None, enable_fp_fusion=False,
         )  # fmt: skip
-    return y, summed, rstd, codes, scales
+    return outputs
 
 
 @rms_norm_op.register_fake
@@ -260,12 +267,11 @@ def _normalise_and_quantise(
     scale_format: ScaleFormat,
     scale_floor: float,
 ) -> tuple[Quantised, torch.Tensor, torch.Tensor]:
-    """(1x128 codes, new residual, rstd): one kernel up to 4096 columns, two beyond.
+    """(1x128 codes, new residual, rstd): one kernel for bf16 and up to 4096 columns, else two.
 
-    Wider rows do not fit one warp's registers beside the scales; fused they took 0.49 ms for 8192 x 12288, the norm and
-    the quantiser one after the other 0.24 ms.
+    Wider rows of fp16 or fp32 do not fit one warp's registers beside the scales.
     """
-    fused = x.shape[1] <= SUM_CHUNK
+    fused = x.shape[1] <= SUM_CHUNK or wide_norm.accepts(x, residual, weight, scale_floor)
     ue8m0 = scale_format == "ue8m0"
     y, summed, rstd, codes, scales = rms_norm_op(
         x, residual, weight, eps, not fused, fused, ue8m0, scale_floor

@@ -1,7 +1,8 @@
 """The quantisers of :mod:`precision_kernels.reference.quantise` as Triton kernels: the same bits.
 
-Each kernel reads its input once. What differs from the reference is layout only, and every layout is a strided view of
-the same shape:
+Each kernel reads its input once. Transposing ones hold four rows per thread and move them as int32, four codes each:
+as bytes, every code cost one access of shared memory. What differs from the reference is layout only, and every layout
+is a strided view of the same shape:
 
 * scales of ``quantise_activation`` are stored column by column, the column length rounded up to 16 bytes: the layout
   that DeepGEMM's TMA loads need, so no transform runs inside the GEMM call;
@@ -17,18 +18,27 @@ import triton.language as tl
 
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
 from precision_kernels.reference.quantise import INPUT_DTYPES, _check
+from precision_kernels.triton import packed_quantise
 from precision_kernels.triton.numerics import (
+    amax_of,
+    block_amax,
     block_scale,
     decode_e4m3,
     divide_by_scale,
     encode_e4m3,
-    finite_magnitude,
+    encode_rows,
+    fast,
+    ordered,
     round_to,
     widen,
 )
 
 _ROWS, _BLOCKS = 8, 4
 """Tile of the 1x128 kernel, 8 x 512: 90 % of the copy bandwidth, where 32 x 256 gave 85 % (2026-11-29, one H200)."""
+
+
+_COLUMNS, _BOTH = (64, 4), (128, 8)
+"""(width of a tile of 128 rows, warps) of the 128x1 kernel, alone and with the 1x128 codes."""
 
 
 def aligned_scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -38,7 +48,12 @@ def aligned_scales(rows: int, columns: int, device: torch.device) -> torch.Tenso
 
 def transposed_codes(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """Uninitialised e4m3 codes [rows, columns] whose storage is [columns, rows rounded up to 128]."""
-    return torch.empty(columns, blocks(rows) * BLOCK, dtype=FP8, device=device).t()[:rows]
+    return _words(rows, columns, device).view(FP8).t()[:rows]
+
+
+def _words(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised storage of `transposed_codes`, four neighbouring rows' codes of a column in one int32."""
+    return torch.empty(columns, blocks(rows) * BLOCK // 4, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -51,7 +66,7 @@ def _rows_kernel(
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     v = widen(tl.load(x + rows[:, None] * x_m + columns[None, :].to(tl.int64) * x_k, mask, 0.0))
     v = tl.reshape(v, (ROWS, BLOCKS, 128))
-    scale = block_scale(tl.max(finite_magnitude(v), 2), floor, UE8M0)
+    scale = block_scale(block_amax(v, 2), floor, UE8M0)
     code = encode_e4m3(divide_by_scale(v, scale[:, :, None], FAST))
     tl.store(codes + rows[:, None] * K + columns[None, :], tl.reshape(code, (ROWS, BLOCKS * 128)), mask)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -60,38 +75,76 @@ def _rows_kernel(
 
 
 @triton.jit
+def _load_four(x, M, K, x_m, x_k, row, columns):
+    """Rows row, row + 1, row + 2, row + 3 of x as four fp32 tensors [32, WIDTH]; zero outside."""
+    at = x + row[:, None] * x_m + columns[None, :] * x_k
+    inside = (columns < K)[None, :]
+    return (
+        widen(tl.load(at, (row < M)[:, None] & inside, 0.0)),
+        widen(tl.load(at + x_m, (row + 1 < M)[:, None] & inside, 0.0)),
+        widen(tl.load(at + 2 * x_m, (row + 2 < M)[:, None] & inside, 0.0)),
+        widen(tl.load(at + 3 * x_m, (row + 3 < M)[:, None] & inside, 0.0)),
+    )
+
+
+@triton.jit
+def _ordered_four(a, b, c, d):
+    return tl.maximum(tl.maximum(ordered(a), ordered(b)), tl.maximum(ordered(c), ordered(d)))
+
+
+@triton.jit
+def _store_words(words, a, b, c, d, scale, word_k, columns, K, FAST: tl.constexpr):
+    """Transposed codes of four rows. Rows beyond M are zero codes: the storage is whole blocks of 128."""
+    at = tl.program_id(1) * 32 + tl.arange(0, 32)
+    packed = encode_rows(
+        divide_by_scale(a, scale, FAST),
+        divide_by_scale(b, scale, FAST),
+        divide_by_scale(c, scale, FAST),
+        divide_by_scale(d, scale, FAST),
+    )
+    tl.store(words + at[:, None] + columns[None, :] * word_k, packed, (columns < K)[None, :])
+
+
+@triton.jit
 def _columns_kernel(
-    x, codes, scales, M, K, x_m, x_k, code_m, code_k, floor,
-    UE8M0: tl.constexpr, FAST: tl.constexpr, WIDTH: tl.constexpr,
+    x, codes, scales, words, scales_t, M, K, x_m, x_k, scale_m, scale_b, word_k, floor,
+    UE8M0: tl.constexpr, FAST: tl.constexpr, ROWS_TOO: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
-    columns = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
-    mask = (rows < M)[:, None] & (columns < K)[None, :]
-    v = widen(tl.load(x + rows[:, None] * x_m + columns[None, :] * x_k, mask, 0.0))
-    scale = block_scale(tl.max(finite_magnitude(v), 0), floor, UE8M0)
-    code = encode_e4m3(divide_by_scale(v, scale[None, :], FAST))
-    # Rows beyond M are zero codes: the storage is whole blocks of 128.
-    tl.store(codes + rows[:, None] * code_m + columns[None, :] * code_k, code, (columns < K)[None, :])
-    tl.store(scales + tl.program_id(0).to(tl.int64) * K + columns, scale, columns < K)
+    row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 32) * 4
+    columns = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+    a, b, c, d = _load_four(x, M, K, x_m, x_k, row, columns)
+    if ROWS_TOO:
+        for i in tl.static_range(4):
+            v = a if i == 0 else b if i == 1 else c if i == 2 else d
+            inside = row + i < M
+            scale = block_scale(block_amax(v, 1), floor, UE8M0)
+            code = encode_e4m3(divide_by_scale(v, scale[:, None], FAST))
+            out = codes + (row + i)[:, None] * K + columns[None, :]
+            tl.store(out, code, inside[:, None] & (columns < K)[None, :])
+            tl.store(scales + (row + i) * scale_m + tl.program_id(0).to(tl.int64) * scale_b, scale, inside)
+    scale = block_scale(amax_of(tl.max(_ordered_four(a, b, c, d), 0)), floor, UE8M0)
+    _store_words(words, a, b, c, d, scale[None, :], word_k, columns, K, FAST)
+    tl.store(scales_t + tl.program_id(1).to(tl.int64) * K + columns, scale, columns < K)
 
 
 @triton.jit
 def _weight_kernel(
-    w, codes, codes_t, scales, N, K, w_n, w_k, code_n, code_k, floor,
+    w, codes, words, scales, N, K, w_n, w_k, word_k, floor,
     UE8M0: tl.constexpr, FAST: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
-    columns = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-    mask = (rows < N)[:, None] & (columns < K)[None, :]
-    v = widen(tl.load(w + rows[:, None] * w_n + columns[None, :] * w_k, mask, 0.0))
-    # A scalar: with the scale as a [1, 1] block, Triton 3.6 left a quarter of codes_t unwritten on the GPU.
-    scale = block_scale(tl.max(tl.max(finite_magnitude(v), 1), 0), floor, UE8M0)
-    code = encode_e4m3(divide_by_scale(v, scale, FAST))
-    tl.store(codes + rows[:, None] * K + columns[None, :], code, mask)
+    row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 32) * 4
+    columns = (tl.program_id(0) * 128 + tl.arange(0, 128)).to(tl.int64)
+    a, b, c, d = _load_four(w, N, K, w_n, w_k, row, columns)
+    # A scalar: with the scale as a [1, 1] block, Triton 3.6 left a quarter of the transposed codes unwritten.
+    scale = block_scale(amax_of(tl.max(tl.max(_ordered_four(a, b, c, d), 1), 0)), floor, UE8M0)
+    for i in tl.static_range(4):
+        v = a if i == 0 else b if i == 1 else c if i == 2 else d
+        out = codes + (row + i)[:, None] * K + columns[None, :]
+        code = encode_e4m3(divide_by_scale(v, scale, FAST))
+        tl.store(out, code, (row + i < N)[:, None] & (columns < K)[None, :])
     if TRANSPOSE:
-        tl.store(codes_t + rows[:, None] * code_n + columns[None, :] * code_k, code, (columns < K)[None, :])
-    pointer = scales + tl.program_id(0).to(tl.int64) * tl.cdiv(K, 128) + tl.program_id(1)
-    tl.store(pointer, scale)
+        _store_words(words, a, b, c, d, scale, word_k, columns, K, FAST)
+    tl.store(scales + tl.program_id(1).to(tl.int64) * tl.cdiv(K, 128) + tl.program_id(0), scale)
 
 
 @triton.jit
@@ -109,10 +162,6 @@ def _dequantise_kernel(
     tl.store(y + rows[:, None] * K + columns[None, :], round_to(code * scale, y.dtype.element_ty), mask)
 
 
-def _is_fast(x: torch.Tensor) -> bool:
-    return x.dtype != torch.float32
-
-
 @torch.library.custom_op("precision_kernels::quantise_rows", mutates_args=())
 def quantise_rows_op(x: torch.Tensor, ue8m0: bool, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] -> codes [M, K], scales [M, ceil(K/128)] in the TMA layout."""
@@ -123,7 +172,7 @@ def quantise_rows_op(x: torch.Tensor, ue8m0: bool, floor: float) -> tuple[torch.
         grid = (triton.cdiv(m, _ROWS), triton.cdiv(k, BLOCK * _BLOCKS))
         _rows_kernel[grid](
             x, codes, scales, m, k, *x.stride(), *scales.stride(), floor,
-            UE8M0=ue8m0, FAST=_is_fast(x), ROWS=_ROWS, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
+            UE8M0=ue8m0, FAST=fast(x.dtype, floor), ROWS=_ROWS, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales
 
@@ -134,25 +183,54 @@ def _(x, ue8m0, floor):
     return torch.empty(m, k, dtype=FP8, device=x.device), aligned_scales(m, blocks(k), x.device)
 
 
+def _columns(
+    x: torch.Tensor, ue8m0: bool, floor: float, rows_too: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(1x128 codes, their scales, 128x1 codes, theirs); without ``rows_too`` the first two have no elements."""
+    m, k = x.shape
+    shape = (m, k) if rows_too else (0, 0)
+    codes = torch.empty(shape, dtype=FP8, device=x.device)
+    scales = aligned_scales(shape[0], blocks(shape[1]), x.device)
+    words = _words(m, k, x.device)
+    scales_t = torch.empty(blocks(m), k, dtype=torch.float32, device=x.device)
+    if m and k and rows_too and packed_quantise.accepts(x, floor):
+        packed_quantise.launch(x, codes, scales, words, scales_t, ue8m0, floor)
+    elif m and k:
+        width, warps = _BOTH if rows_too else _COLUMNS
+        _columns_kernel[(triton.cdiv(k, width), triton.cdiv(m, BLOCK))](
+            x, codes, scales, words, scales_t, m, k, *x.stride(), *scales.stride(), words.stride(0), floor,
+            UE8M0=ue8m0, FAST=fast(x.dtype, floor), ROWS_TOO=rows_too, WIDTH=width, num_warps=warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes, scales, words.view(FP8).t()[:m], scales_t
+
+
 @torch.library.custom_op("precision_kernels::quantise_columns", mutates_args=())
 def quantise_columns_op(x: torch.Tensor, ue8m0: bool, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] -> codes [M, K] stored transposed, scales [ceil(M/128), K]."""
-    m, k = x.shape
-    codes = transposed_codes(m, k, x.device)
-    scales = torch.empty(blocks(m), k, dtype=torch.float32, device=x.device)
-    if m and k:
-        grid = (triton.cdiv(m, BLOCK), triton.cdiv(k, 64))
-        _columns_kernel[grid](
-            x, codes, scales, m, k, *x.stride(), *codes.stride(), floor,
-            UE8M0=ue8m0, FAST=_is_fast(x), WIDTH=64, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return codes, scales
+    return _columns(x, ue8m0, floor, False)[2:]
 
 
 @quantise_columns_op.register_fake
 def _(x, ue8m0, floor):
     m, k = x.shape
     return transposed_codes(m, k, x.device), torch.empty(blocks(m), k, dtype=torch.float32, device=x.device)
+
+
+@torch.library.custom_op("precision_kernels::quantise_both", mutates_args=())
+def quantise_both_op(
+    x: torch.Tensor, ue8m0: bool, floor: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [M, K] -> what `quantise_rows_op` and `quantise_columns_op` give, from one read."""
+    return _columns(x, ue8m0, floor, True)
+
+
+@quantise_both_op.register_fake
+def _(x, ue8m0, floor):
+    m, k = x.shape
+    rows = torch.empty(m, k, dtype=FP8, device=x.device), aligned_scales(m, blocks(k), x.device)
+    scales = torch.empty(blocks(m), k, dtype=torch.float32, device=x.device)
+    return *rows, transposed_codes(m, k, x.device), scales
 
 
 @torch.library.custom_op("precision_kernels::quantise_weight", mutates_args=())
@@ -163,13 +241,13 @@ def quantise_weight_op(
     n, k = w.shape
     codes = torch.empty(n, k, dtype=FP8, device=w.device)
     scales = torch.empty(blocks(n), blocks(k), dtype=torch.float32, device=w.device)
-    codes_t = transposed_codes(n, k, w.device) if transpose else torch.empty(0, 0, dtype=FP8, device=w.device)
+    words = _words(n, k, w.device) if transpose else _words(0, 0, w.device)
     if n and k:
-        _weight_kernel[(triton.cdiv(n, BLOCK), triton.cdiv(k, BLOCK))](
-            w, codes, codes_t, scales, n, k, *w.stride(), *codes_t.stride(), floor,
-            UE8M0=ue8m0, FAST=_is_fast(w), TRANSPOSE=transpose, num_warps=8, enable_fp_fusion=False,
+        _weight_kernel[(triton.cdiv(k, BLOCK), triton.cdiv(n, BLOCK))](
+            w, codes, words, scales, n, k, *w.stride(), words.stride(0), floor, UE8M0=ue8m0,
+            FAST=fast(w.dtype, floor), TRANSPOSE=transpose, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return codes, scales, codes_t
+    return codes, scales, words.view(FP8).t()[: n if transpose else 0]
 
 
 @quantise_weight_op.register_fake
@@ -221,12 +299,11 @@ def quantise_columns(
 def quantise_both(
     x: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> tuple[Quantised, Quantised]:
-    """``reference.quantise_both``: two launches.
-
-    One kernel over [128, 128] tiles reads x once but holds two sets of scales per thread (254 registers, 8 warps per
-    multiprocessor): 0.26-0.34 ms for 8192 x 12288 where the two kernels together take 0.19 ms.
-    """
-    return quantise_activation(x, scale_format, scale_floor), quantise_columns(x, scale_format, scale_floor)
+    """``reference.quantise_both`` in one launch: x is read once."""
+    _check("quantise_both", x, scale_format, scale_floor)
+    codes, scales, codes_t, scales_t = quantise_both_op(x, scale_format == "ue8m0", scale_floor)
+    rows = Quantised(codes, scales, "1x128", scale_format)
+    return rows, Quantised(codes_t, scales_t, "128x1", scale_format)
 
 
 def quantise_weight(

@@ -1,4 +1,4 @@
-"""What only a Hopper GPU can show: fast division, DeepGEMM, FlashAttention-3, torch.compile, CUDA graphs, bindings."""
+"""What only a Hopper GPU can show: DeepGEMM, FlashAttention-3, torch.compile, CUDA graphs, bindings."""
 
 from __future__ import annotations
 
@@ -6,61 +6,15 @@ import importlib
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from precision_kernels import LinearFormats, bound_implementations, linear
 from precision_kernels.dispatch import OPERATORS, implementation
 from precision_kernels.reference.layout import AttentionLayout
-from precision_kernels.triton import numerics
 from tests.edge_cases import assert_same_bits, normal
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
 matmul = importlib.import_module("precision_kernels.reference.matmul")
-quantise = importlib.import_module("precision_kernels.reference.quantise")
-
-
-@triton.jit
-def _division_kernel(mismatches, SIGNIFICANDS: tl.constexpr, EXPONENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Counts codes on which fast and IEEE division disagree, for BLOCK scale significands and all numerators."""
-    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    scale = (b | 0x3F800000).to(tl.float32, bitcast=True)
-    wrong = tl.zeros((BLOCK,), tl.int32)
-    for i in range(SIGNIFICANDS):
-        v = tl.zeros((BLOCK,), tl.float32) + (1.0 + i.to(tl.float32) / SIGNIFICANDS) * EXPONENT
-        fast = numerics.encode_e4m3(numerics.divide_by_scale(v, scale, True)).to(tl.uint8, bitcast=True)
-        exact = numerics.encode_e4m3(tl.div_rn(v, scale)).to(tl.uint8, bitcast=True)
-        wrong += (fast != exact).to(tl.int32)
-    tl.atomic_add(mismatches, tl.sum(wrong, 0))
-
-
-@pytest.mark.parametrize("significands", [128, 1024], ids=["bf16", "fp16"])
-def test_fast_division_gives_every_code(significands):
-    """For every significand of a 16-bit numerator and of an fp32 scale, in and out of e4m3's subnormals, codes agree.
-
-    Both are invariant under powers of two as long as nothing underflows, which the lift in `divide_by_scale` excludes.
-    """
-    mismatches = torch.zeros(1, dtype=torch.int32, device=CUDA)
-    for exponent in (8, 0, -5, -6, -7, -8, -9, -10):
-        _division_kernel[(2**23 // 1024,)](
-            mismatches, SIGNIFICANDS=significands, EXPONENT=2.0**exponent, BLOCK=1024, enable_fp_fusion=False
-        )
-    assert int(mismatches) == 0
-
-
-def test_fast_division_at_the_edges_of_the_range():
-    """Blocks near fp32's smallest and largest numbers, where a residual could underflow, have the right codes."""
-    triton_quantise = importlib.import_module("precision_kernels.triton.quantise")
-    x = normal(64, 256)
-    for exponent in (-126, -120, -100, -81, -79, 90, 126):
-        scaled = (x * 2.0**exponent).to(torch.bfloat16)
-        expected, actual = (
-            quantise.quantise_activation(scaled),
-            triton_quantise.quantise_activation(scaled.to(CUDA)),
-        )
-        assert_same_bits(actual.codes, expected.codes, f"2^{exponent}")
-        assert_same_bits(actual.scales, expected.scales, f"2^{exponent}")
 
 
 def test_every_operator_is_bound_and_named():

@@ -92,6 +92,16 @@ def test_both_directions(shape):
     assert not whole[:, shape[0] :].any()
 
 
+@pytest.mark.parametrize("case", VALUE_CASES)
+def test_both_directions_on_values(case):
+    """One read gives the codes and scales of both quantisers on every value case; bf16 is packed, fp16 is not."""
+    shapes = [(130, 196), *([(4096, 4304), (300, 1000)] if GPU else [])]
+    for shape in shapes:
+        check("quantise", "quantise_both", value_case(case, *shape, torch.bfloat16), "ue8m0", what=str(shape))
+    if GPU or case == "NaN and infinities":
+        check("quantise", "quantise_both", value_case(case, 130, 196, torch.float16), what="fp16")
+
+
 @pytest.mark.parametrize("name", QUANTISERS)
 def test_dequantise(name):
     """Codes times scales have the definition's bits in every block shape and dtype, from the layouts kernels store."""
@@ -147,6 +157,20 @@ def test_norms_on_values(dtype):
         weight = normal(1, 192, seed=2)[0].to(dtype)
         check("norm", "add_rms_norm", x, residual, weight, 1e-5, what=case)
         check("norm", "rms_norm_quantise", x, weight, 1e-5, reference="fused", what=case)
+
+
+@pytest.mark.parametrize(
+    "case", VALUE_CASES if GPU else ("60 binary orders of magnitude", "NaN and infinities")
+)
+def test_wide_norms_on_values(case):
+    """Rows that are packed and spread over warps, a ragged last chunk and slices among them, equal the definitions."""
+    for columns in (1156, *((4096, 10944, 12288, 16388) if GPU else ())):
+        x, residual = (value_case(case, 2, columns, torch.bfloat16, seed=s) for s in (0, 3))
+        weight = normal(1, columns, seed=2)[0].to(torch.bfloat16)
+        what = f"{columns} {case}"
+        check("norm", "rms_norm", x, weight, 1e-5, what=what)
+        check("norm", "add_rms_norm_quantise", x, residual, weight, 1e-5, reference="fused", what=what)
+        check("norm", "rms_norm_quantise", x[:, 4:], weight[4:], 1e-5, "ue8m0", reference="fused", what=what)
 
 
 def test_head_norms_read_slices_of_a_fused_projection():
@@ -329,6 +353,7 @@ def test_fakes_describe_the_real_outputs():
     calls = [
         (ops.quantise_rows, (x, False, 1e-30)),
         (ops.quantise_columns, (x, True, 1e-30)),
+        (ops.quantise_both, (x, True, 1e-30)),
         (
             ops.dequantise,
             (x.to(torch.float8_e4m3fn), torch.ones(130, 2, device=DEVICE), 1, 128, torch.bfloat16),
