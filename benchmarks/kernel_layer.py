@@ -1,121 +1,161 @@
-"""One decoder layer of Llama-3.1-8B's shape, 8192 tokens, forward and backward: FP8 linears against BF16 linears.
+"""One decoder layer of Llama-3.1-8B's shape, 8192 tokens, forward and backward: the learner's layer under FP8 policies
+against the same layer under the BF16 policy, and against PyTorch's BF16 linears.
 
-Norms, rotary, SiLU and attention are the same operators on both sides; only the four linears differ, and what the
-backward keeps (``saved="fp8"``: 128x1 codes of each linear's input, 1x128 codes of gate and up).
+Norms, rotary, SiLU and attention are the same operators everywhere; only the linears differ, and what the backward
+keeps. Under a policy the master weights and their gradients are FP32 and the operands are made once per optimiser step
+(timed apart); PyTorch's linears have BF16 weights and gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from precision_kernels import (
-    LinearFormats,
-    add_rms_norm,
-    attention,
-    linear,
-    prepare_weight,
-    rotary,
-    rotary_cos_sin,
-    silu_mul,
-)
+from precision_kernels import add_rms_norm, attention, rotary, rotary_cos_sin, silu_mul
 from precision_kernels.reference.layout import AttentionLayout
+from precision_policies import load_policy
+from rllib_llm.models.architecture import Architecture
+from rllib_llm.models.batch import PackedBatch
+from rllib_llm.models.decoder import Context, DecoderLayer
 
-TOKENS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 8192, 4096, 32, 8, 128, 14336
-SHAPES = {
-    "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
-    "o": (HIDDEN, HEADS * HEAD_DIM),
-    "gate_up": (2 * FFN, HIDDEN),
-    "down": (HIDDEN, FFN),
+SECTION = "decoder layer, 8192 tokens"
+TOKENS, LENGTH, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 8192, 2048, 4096, 32, 8, 128, 14336
+DEVICE = "cuda"
+SAVED = {
+    "extends": "unified-fp8",
+    "name": "unified-fp8-saved",
+    "activation": {"saved": "fp8"},
 }
-FP8 = LinearFormats("fp8", "fp8", "fp8", "fp8")
+Layer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Layer:
-    """A decoder layer as a function of (x, residual); ``formats`` None means torch BF16 linears."""
+def config() -> dict:
+    """Hugging Face's config of one such layer."""
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "num_hidden_layers": 1,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "intermediate_size": FFN,
+        "vocab_size": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": LENGTH, "rope_theta": 5e5,
+        "tie_word_embeddings": False, "hidden_act": "silu", "initializer_range": 0.02,
+    }  # fmt: skip
 
-    def __init__(self, formats: LinearFormats | None) -> None:
-        make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-        dtype = torch.bfloat16 if formats is None else torch.float32
-        self.weights = {n: (0.02 * make(*s)).to(dtype).requires_grad_() for n, s in SHAPES.items()}
-        self.norms = [make(HIDDEN).requires_grad_() for _ in range(2)]
-        self.formats = formats
-        self.prepared: dict = {}
-        if formats is not None:
-            self.prepare()
-        inv_freq = 5e5 ** (-torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
-        self.table = rotary_cos_sin(inv_freq, 2048, torch.bfloat16)
-        self.positions = torch.arange(TOKENS, device="cuda") % 2048
-        self.layout = AttentionLayout(torch.arange(0, TOKENS + 1, 2048, device="cuda"))
 
-    def prepare(self) -> None:
-        """Quantise the weights: once per optimiser step."""
-        self.prepared = {n: prepare_weight(w, self.formats, torch.bfloat16) for n, w in self.weights.items()}
+def context() -> Context:
+    """Packed sequences of 2048 tokens."""
+    starts = torch.arange(0, TOKENS + 1, LENGTH, device=DEVICE)
+    positions = torch.arange(TOKENS, device=DEVICE) % LENGTH
+    inv_freq = 5e5 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
+    table = rotary_cos_sin(inv_freq, LENGTH, torch.bfloat16)
+    return Context(PackedBatch(positions, positions, starts), table, AttentionLayout(starts))
 
-    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        if self.formats is None:
-            return F.linear(x, self.weights[name])
-        return linear(x, self.weights[name], None, self.formats, self.prepared[name])
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h, residual = add_rms_norm(x, residual, self.norms[0], 1e-6)
-        q, k, v = self.linear("qkv", h).view(TOKENS, -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
-        q, k = rotary(q, k, self.positions, self.table)
-        h = self.linear("o", attention(q, k, v, self.layout).view(TOKENS, -1))
-        h, residual = add_rms_norm(h, residual, self.norms[1], 1e-6)
-        gate, up = self.linear("gate_up", h).chunk(2, -1)
-        h = silu_mul(gate, up, "bf16" if self.formats is None else self.formats.saved)
-        return self.linear("down", h), residual
+def learner_layer(policy_source: str | dict) -> tuple[Layer, nn.Module]:
+    """The learner's own `DecoderLayer` under a policy, with random master weights."""
+    policy = load_policy(policy_source)
+    layer = DecoderLayer(0, Architecture.from_config(config()), policy.resolve(config()), policy, "train")
+    layer = layer.to(DEVICE)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(
+                torch.ones_like(parameter) if "norm" in name else 0.02 * torch.randn_like(parameter)
+            )
+    shared = context()
+    return lambda x, residual: layer(x, residual, shared), layer
 
-    def parameters(self) -> list[torch.Tensor]:
-        return [*self.weights.values(), *self.norms]
+
+class TorchLayer(nn.Module):
+    """The same layer with `torch.nn.functional.linear` in BF16; gate and up apart, so no gradient is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {
+            "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+            "o": (HIDDEN, HEADS * HEAD_DIM),
+            "gate": (FFN, HIDDEN),
+            "up": (FFN, HIDDEN),
+            "down": (HIDDEN, FFN),
+        }
+        make = lambda *shape: nn.Parameter(0.02 * torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16))  # noqa: E731
+        self.weights = nn.ParameterDict({name: make(*shape) for name, shape in shapes.items()})
+        self.norms = nn.ParameterList([make(HIDDEN) for _ in range(2)])
+        self.shared = context()
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.forward`."""
+        h, residual = add_rms_norm(x, residual, self.norms[0], 1e-5)
+        q, k, v = (
+            F.linear(h, self.weights["qkv"]).view(len(x), -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
+        )
+        q, k = rotary(q, k, self.shared.positions, self.shared.table)
+        h = F.linear(attention(q, k, v, self.shared.layout).view(len(x), -1), self.weights["o"])
+        h, residual = add_rms_norm(h, residual, self.norms[1], 1e-5)
+        h = silu_mul(F.linear(h, self.weights["gate"]), F.linear(h, self.weights["up"]))
+        return F.linear(h, self.weights["down"]), residual
+
+
+def torch_layer() -> tuple[Layer, nn.Module]:
+    """`TorchLayer` and its parameters."""
+    layer = TorchLayer()
+    return layer, layer
+
+
+LAYERS: dict[str, Callable[[], tuple[Layer, nn.Module]]] = {
+    "torch BF16": torch_layer,
+    "policy bf16": lambda: learner_layer("bf16"),
+    "policy unified-fp8": lambda: learner_layer("unified-fp8"),
+    "policy unified-fp8, activation.saved fp8": lambda: learner_layer(SAVED),
+}
+
+
+def measure(bench, name: str, flops: float) -> dict[str, float]:
+    """Records forward, forward + backward, and the memory that is held between them."""
+    call, module = LAYERS[name]()
+    inputs = [
+        torch.randn(TOKENS, HIDDEN, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for _ in range(2)
+    ]
+    dy = [torch.randn_like(t) for t in inputs]
+
+    def step() -> None:
+        for p in (*module.parameters(), *inputs):
+            p.grad = None
+        torch.autograd.backward(call(*inputs), dy)
+
+    with torch.no_grad():
+        forward = bench.time_eager(lambda: call(*inputs))
+    both = bench.time_eager(step)
+    for p in (*module.parameters(), *inputs):
+        p.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    outputs = call(*inputs)
+    held = torch.cuda.memory_allocated() - before
+    del outputs
+    bench.record(SECTION, f"{name}: forward", forward, flops=flops)
+    bench.record(
+        SECTION, f"{name}: forward + backward", both, flops=3 * flops, activations_MB=round(held / 1e6)
+    )
+    return {"forward": forward, "both": both, "held": held}
 
 
 def compare(bench) -> None:
-    """Rows: forward, forward + backward, memory held between them, weight quantisation, and the ratios."""
-    x, residual = (torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    dy = [torch.randn_like(x) for _ in range(2)]
-    flops = 2 * TOKENS * sum(n * k for n, k in SHAPES.values()) + 4 * 2048**2 * HEAD_DIM * HEADS * 4 / 2
-    results: dict[str, dict[str, float]] = {}
-    for name, formats in (("BF16", None), ("FP8", FP8)):
-        layer = Layer(formats)
-        inputs = [t.detach().clone().requires_grad_() for t in (x, residual)]
-
-        def step(layer=layer, inputs=inputs) -> None:
-            for p in (*layer.parameters(), *inputs):
-                p.grad = None
-            torch.autograd.backward(layer(*inputs), dy)
-
-        with torch.no_grad():
-            forward = bench.time_eager(lambda layer=layer, inputs=inputs: layer(*inputs))
-        both = bench.time_eager(step)
-        for p in (*layer.parameters(), *inputs):
-            p.grad = None
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        outputs = layer(*inputs)
-        held = torch.cuda.memory_allocated() - before
-        del outputs
-        results[name] = {"forward": forward, "both": both, "held": held}
-        bench.record("decoder layer, 8192 tokens", f"{name} forward", forward, flops=flops)
-        bench.record(
-            "decoder layer, 8192 tokens",
-            f"{name} forward + backward",
-            both,
-            flops=3 * flops,
-            activations_MB=round(held / 1e6),
-        )
-        if formats is not None:
-            ms = bench.time_eager(layer.prepare)
-            bench.record("decoder layer, 8192 tokens", "FP8 weights quantised, once per optimiser step", ms)
-    b, f = results["BF16"], results["FP8"]
-    bench.rows.append(
-        {
-            "section": "decoder layer, 8192 tokens",
-            "name": "FP8 against BF16",
-            "forward_ratio": round(b["forward"] / f["forward"], 3),
-            "forward_backward_ratio": round(b["both"] / f["both"], 3),
-            "activation_memory_saved": round(1 - f["held"] / b["held"], 3),
-        }
-    )
-    print(bench.rows[-1], flush=True)
+    """Rows per layer of `LAYERS`, and the ratios of the FP8 ones to the BF16 ones."""
+    linear = HIDDEN * ((2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + 3 * FFN)
+    flops = 2 * TOKENS * linear + 4 * LENGTH * TOKENS * HEAD_DIM * HEADS / 2
+    results = {name: measure(bench, name, flops) for name in LAYERS}
+    for name, fp8 in results.items():
+        if "fp8" not in name:
+            continue
+        for other in ("torch BF16", "policy bf16"):
+            base = results[other]
+            bench.rows.append(
+                {
+                    "section": SECTION,
+                    "name": f"{name} against {other}",
+                    "forward_ratio": round(base["forward"] / fp8["forward"], 3),
+                    "forward_backward_ratio": round(base["both"] / fp8["both"], 3),
+                    "activation_memory_saved": round(1 - fp8["held"] / base["held"], 3),
+                }
+            )
+            print(bench.rows[-1], flush=True)
