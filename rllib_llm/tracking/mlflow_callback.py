@@ -116,8 +116,8 @@ class MLflowCallback(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        run = self._open(trial)
         step = int(result.get("training_iteration", iteration))
+        run = self._open(trial, step)
         values = entries.metrics_of(result)
         self._history.setdefault(run, []).append((step, values))
         self._submit(run, "metrics", {"step": step, "time_ms": now_ms(), "values": values})
@@ -197,8 +197,11 @@ class MLflowCallback(tune.Callback):
 
     # ---- inner workings ----------------------------------------------------------------------------------------
 
-    def _open(self, trial: Any) -> str:
-        """The run of a trial, created on first sight; parameters that have changed since are logged as such."""
+    def _open(self, trial: Any, step: int | None = None) -> str:
+        """The run of a trial, created on first sight; parameters that have changed since are logged as such.
+
+        step: iteration of the result in hand, which Tune has not yet made the trial's last one.
+        """
         self._start(trial)
         run = self._positions.setdefault(trial.trial_id, str(len(self._positions)))
         params = entries.params_of(trial.config)
@@ -208,7 +211,8 @@ class MLflowCallback(tune.Callback):
             self._created.add(run)
             self._create_trial_run(run, trial)
         if before != params:
-            self._log_changed(run, trial, before, params)
+            last = int((trial.last_result or {}).get("training_iteration", 0))
+            self._log_changed(run, last if step is None else step, before, params)
         return run
 
     def _start(self, trial: Any) -> None:
@@ -249,11 +253,10 @@ class MLflowCallback(tune.Callback):
         for file, text in artefacts.texts.items():
             self._submit(run, "text", {"file": file, "text": text})
 
-    def _log_changed(self, run: str, trial: Any, before: dict[str, str], after: dict[str, str]) -> None:
+    def _log_changed(self, run: str, step: int, before: dict[str, str], after: dict[str, str]) -> None:
         """A scheduler such as PBT has changed the config: parameters are immutable in MLflow, so numbers become
         metrics ``config/<key>`` over the iterations and everything becomes a tag ``config.<key>`` with the last value.
         """
-        step = int(trial.last_result.get("training_iteration", 0)) if trial.last_result else 0
         altered = entries.changed(before, after, lambda key: True)
         numbers = {f"config/{key}": float(value) for key, value in altered.items() if _is_number(value)}
         earlier = {f"config/{key}": float(before[key]) for key in altered if _is_number(before.get(key, ""))}

@@ -1,10 +1,16 @@
 """The examples and the README's snippet run as they are printed."""
 
+import os
 import re
 import runpy
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,6 +43,67 @@ def test_tune_grid_example(ray_session, tmp_path, monkeypatch):
     largest = {policy: value for policy, _, value in rows}
     assert largest["unified-fp8"] == 0.0
     assert largest["mixed-bf16-fp8"] > 0.0
+
+
+SMALL = ("rollout.prompts_per_iteration=2", "rollout.group_size=4", "evaluation.interval=null")
+SMALL += ("run.resources.cpus_for_trainer=1",)
+
+
+def test_tune_asha_example(ray_session, tmp_path, monkeypatch):
+    """ASHA ends one of two trials at the first rung and lets the better one run on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    example = runpy.run_path(str(ROOT / "examples" / "tune_asha.py"))
+    rows = example["main"](2, 4, "unified-fp8", SMALL, f"sqlite:///{tmp_path}/mlflow.db")
+    assert len({lr for lr, _, _ in rows}) == 2
+    assert all(1e-6 <= lr <= 1e-3 for lr, _, _ in rows)
+    assert rows[0][1] == 4
+    assert all(0.0 <= reward <= 1.0 for _, _, reward in rows)
+
+
+def test_tune_pbt_example(ray_session, tmp_path, monkeypatch):
+    """The trial that lagged goes on with the other's weights and varied settings, and MLflow shows the change."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    example = runpy.run_path(str(ROOT / "examples" / "tune_pbt.py"))
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    rows = example["main"](2, 4, 2, SMALL, store)
+    assert len(rows) == 2
+    client = MlflowClient(tracking_uri=store)
+    runs = client.search_runs([client.get_experiment_by_name("pbt").experiment_id])
+    changed = [run for run in runs if "config.lr" in run.data.tags]
+    assert len(changed) == 1
+    ended = {f"{lr:.6g}" for lr, _, _ in rows}
+    assert f"{float(changed[0].data.tags['config.lr']):.6g}" in ended
+    steps = client.get_metric_history(changed[0].info.run_id, "config/lr")
+    assert [point.step for point in steps] == [0, 2]
+    assert steps[0].value == float(changed[0].data.params["lr"]) != steps[1].value
+    used = client.get_metric_history(changed[0].info.run_id, "learners/default_policy/lr")
+    assert [point.value for point in used if point.step > 2] == [steps[1].value] * 2
+
+
+def test_tune_resume_example(tmp_path):
+    """Killed with SIGKILL after its first checkpoint, the same command finishes both trials in the same MLflow runs."""
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    call = f"main(__import__('pathlib').Path('exp'), 4, {SMALL!r}, {store!r})"
+    code = f"import runpy; print(runpy.run_path({str(ROOT / 'examples' / 'tune_resume.py')!r})[{'main'!r}]"
+    code += call.removeprefix("main") + ")"
+    arguments = [sys.executable, "-c", code]
+    first = subprocess.Popen(arguments, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "exp").glob("*/checkpoint_*/rllib_checkpoint.json")):
+        assert first.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    time.sleep(1.0)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "{'bf16': 4, 'unified-fp8': 4}" in done.stdout
+    client = MlflowClient(tracking_uri=store)
+    runs = client.search_runs([client.get_experiment_by_name("resume").experiment_id])
+    assert sorted(run.info.status for run in runs) == ["FINISHED"] * 3
 
 
 def test_own_environment_example(monkeypatch):
