@@ -16,7 +16,7 @@ _METRICS = {
     "evaluation/env_runners/episode_return_mean": "mean reward (held out)",
     "env_runners/response_length_mean": "mean answer (tokens)",
     "mismatch/k3": "train-rollout mismatch, k3",
-    "mismatch/max_abs": "train-rollout mismatch, max |Δlogp|",
+    "mismatch/max_abs": "train-rollout mismatch, largest Δlogp",
     "mismatch/bit_equal_share": "bit-equal tokens",
 }
 _LINEAGE = {
@@ -57,7 +57,9 @@ def model_card(
         },
     }
     lines = [f"Trained with rllib_llm under the precision policy `{policy.name}`.", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in facts.items()]
+    lines += [
+        f"| {name} | {str(value).replace('|', '/')} |" for name, value in facts.items()
+    ]  # | ends a cell
     return "\n".join([*lines, "", *_usage(policy, plan), ""])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -209,6 +210,11 @@ class Registry:
                 description=description,
                 model_id=model_id,
             )
+        # What mlflow.register_model does: the page of the logged model names its versions by this tag.
+        versions = json.dumps([{"name": name, "version": int(version.version)}])
+        self.client.set_logged_model_tags(
+            model_id, {"mlflow.modelVersions": versions, "mlflow.note.content": description}
+        )
         if alias is not None:
             self.client.set_registered_model_alias(name, alias, version.version)
         return self.find(Reference(name, version=str(version.version)))

@@ -81,6 +81,8 @@ def write_package(
     _write_json(root / METRICS_FILE, record.metrics)
     card = model_card(policy, plan, record.lineage, record.metrics, _parameters(model))
     (root / CARD_FILE).write_text(card, encoding="utf-8")
+    for file in root.rglob("*.safetensors"):
+        file.chmod(0o644)  # written as 0600; a server or colleague of another account reads them too
     manifest = Manifest(
         policy_name=policy.name,
         policy_fingerprint=policy.fingerprint,

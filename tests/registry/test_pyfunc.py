@@ -7,7 +7,6 @@ import json
 import mlflow
 import pandas
 import pytest
-from mlflow.models import validate_serving_input
 
 from rllib_llm.engines import make_engine
 from rllib_llm.engines.base import SamplingParams
@@ -81,12 +80,12 @@ def test_rows_that_are_no_prompts_are_listed():
         prompts_of(pandas.DataFrame({"a": ["x"], "b": ["y"]}))
 
 
-def test_the_input_example_is_served(store):
-    """The stored example passes through MLflow's scoring input as a server would send it."""
-    uri = str(store.root().parents[1])
-    example = (store.root().parents[1] / "serving_input_example.json").read_text()
-    assert json.loads(example)["inputs"] == ["1+2="]
-    assert len(validate_serving_input(uri, example)) == 1
+def test_the_input_example_is_what_a_server_takes(model, store):
+    """The stored payload names texts and parameters of the signature, and is answered within its own bound."""
+    payload = json.loads((store.root().parents[1] / "serving_input_example.json").read_text())
+    assert payload == {"inputs": ["1+2="], "params": {"max_tokens": 32, "temperature": 0.0}}
+    [row] = model.predict(payload["inputs"], params=payload["params"]).to_dict("records")
+    assert 0 < row["num_tokens"] <= 32
 
 
 def test_another_policy_is_refused_with_the_diff_unless_allowed(model):
