@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import ray
 
 from rllib_llm.env_runner import Reply
 
@@ -38,11 +41,16 @@ def call_runners(
     call: Callable[[Any], Reply] | Mapping[int, Callable[[Any], Reply]],
     ids: Sequence[int] | None = None,
     timeout_s: float | None = None,
+    on_failure: Callable[[str], None] | None = None,
 ) -> Replies:
     """Applies `call` (or one call per runner) to runners and waits for all.
 
     `EnvRunnerGroup.foreach_env_runner` drops failed calls and says neither which nor why; this asks the actor
     manager below it. An exception of the local runner propagates: there is no other runner to go on with.
+
+    Args:
+        on_failure: called with what happened as soon as a runner died or answered with an error, while others are still
+            waited for; for calls in which runners wait for one another.
     """
     calls = (
         dict(call)
@@ -57,17 +65,29 @@ def call_runners(
         replies.answers[LOCAL] = reply
     if not calls:  # an empty list of ids would mean "all actors" to the manager
         return replies
-    results = group._worker_manager.foreach_actor(
-        list(calls.values()),
-        kwargs=[{}] * len(calls),
-        remote_actor_ids=list(calls),
-        healthy_only=False,
-        timeout_seconds=timeout_s,
-    )
-    for result in results:
-        if result.ok:
-            replies.answers[result.actor_id] = result.get()
-        else:
-            replies.died.append(result.actor_id)
-    replies.timed_out = sorted(set(calls) - set(replies.answers) - set(replies.died))
+    manager = group._worker_manager
+    sent = manager._call_actors(list(calls.values()), kwargs=[{}] * len(calls), remote_actor_ids=list(calls))
+    waiting = dict(zip(sent, calls, strict=True))
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while waiting:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
+        if not ready:
+            break
+        runner = waiting.pop(ready[0])
+        # The manager takes a dead actor out of service, so that RLlib restarts it.
+        _, results = manager._fetch_result(remote_actor_ids=[runner], remote_calls=ready, tags=[None])
+        failure = _record(replies, runner, next(iter(results)))
+        if failure and on_failure is not None:
+            on_failure(failure)
+    replies.timed_out = sorted(waiting.values())
     return replies
+
+
+def _record(replies: Replies, runner: int, result: Any) -> str | None:
+    """Keep a result; in words what went wrong, if something did."""
+    if not result.ok:
+        replies.died.append(runner)
+        return f"env runner {runner} died"
+    reply = replies.answers[runner] = result.get()
+    return None if reply.error is None else f"env runner {runner} refused"

@@ -21,7 +21,14 @@ from precision_policies import compare_attestations
 from rllib_llm.algorithm.fleet import LOCAL, Replies, call_runners
 from rllib_llm.guard import Evidence
 from rllib_llm.sync.stream import StreamOffer, give_up
-from rllib_llm.sync.topology import STREAMED, Place, Transport, WeightTransport, choose_transport
+from rllib_llm.sync.topology import (
+    STREAMED,
+    Place,
+    Transport,
+    WeightTransport,
+    WeightTransportError,
+    choose_transport,
+)
 
 if TYPE_CHECKING:
     from ray.rllib.core.learner.learner_group import LearnerGroup
@@ -87,14 +94,13 @@ class WeightSync:
         routes = self._routes(group, {r: a.value for r, a in located.answers.items() if a.error is None})
         calls, pushes = self._calls(routes, sent)
         with self._sending(pushes) as sending:
-            replies = call_runners(group, calls, (), self.timeout_s)
+            replies = call_runners(group, calls, (), self.timeout_s, partial(_give_up, pushes))
             problems += _refusals(replies)
             for runner, reply in replies.answers.items():
                 if reply.error is None:
                     problems += [f"env runner {runner}: {p}" for p in _receipt_problems(sent, reply.value)]
-            if problems or replies.died:
-                for offer in pushes:  # nobody is left whom the learner could wait for
-                    _give_up(offer, problems, replies.died)
+            if problems:  # nobody is left whom the learner could wait for
+                _give_up(pushes, problems[0])
             failed = [f"the learner could not send: {e}" for f in sending if (e := f.exception())]
         if replies.died and pushes:  # the others gave up with it: they get the weights without it
             survivors = [runner for runner in calls if runner not in replies.died]
@@ -199,10 +205,13 @@ class WeightSync:
     def _from_learner(self, call: Callable[[Any], Any]) -> Any:
         """Result of a call on the first learner. All learners hold equal weights (asserted at build)."""
         ids = None if self.learner_group.is_local else [0]
-        [result] = self.learner_group.foreach_learner(call, remote_actor_ids=ids)
+        [result] = self.learner_group.foreach_learner(partial(_guarded, call=call), remote_actor_ids=ids)
         if not result.ok:
             raise result.get()
-        return result.get()
+        value = result.get()
+        if isinstance(value, WeightTransportError):
+            raise value
+        return value
 
 
 def _exported(learner: Any, by_reference: bool) -> Any:
@@ -234,11 +243,22 @@ def _send(learner: Any, push: str) -> None:
     learner.send_weights(push)
 
 
-def _give_up(offer: StreamOffer, problems: list[str], died: list[int]) -> None:
+def _guarded(learner: Any, call: Call) -> Any:
+    """A broken push as a value: RLlib takes a learner whose method raises out of service, and this one is well."""
     try:
-        give_up(offer, "; ".join([*problems, *(f"env runner {i} died" for i in died)]))
-    except RuntimeError as error:  # the learner's store is gone, and with it whoever waited there
-        logger.warning("a weight push could not be called off: %s", error)
+        return call(learner)
+    except WeightTransportError as error:
+        logger.warning("weight push: %s", error)
+        return error
+
+
+def _give_up(pushes: list[StreamOffer], why: str) -> None:
+    """End pushes, so that neither the learner nor other engines wait for one that does not take part any more."""
+    for offer in pushes:
+        try:
+            give_up(offer, why)
+        except RuntimeError as error:  # the learner's store is gone, and with it whoever waited there
+            logger.warning("a weight push could not be called off: %s", error)
 
 
 def _place(runner: Any) -> Any:
