@@ -48,6 +48,8 @@ OPERATORS: tuple[str, ...] = (
     "silu_mul",
     "silu_mul_backward",
     "silu_mul_quantise",
+    "silu_mul_saving",
+    "silu_mul_backward_saved",
     "rotary_cos_sin",
     "rotary",
     "rotary_backward",

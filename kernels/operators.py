@@ -145,27 +145,24 @@ def add_rms_norm_quantise(
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, saved, scale_format, scale_floor):
-        ctx.saved, ctx.shape, ctx.dtype, ctx.scale_format = saved, gate.shape, gate.dtype, scale_format
-        if saved == "fp8":
-            quantise = implementation("quantise_activation", gate.device.type)
-            codes = [quantise(t.reshape(-1, t.shape[-1]), scale_format, scale_floor) for t in (gate, up)]
-            ctx.save_for_backward(*(t for q in codes for t in (q.codes, q.scales)))
-        else:
+        ctx.scale_format = scale_format if saved == "fp8" else None
+        if ctx.scale_format is None:
             ctx.save_for_backward(gate, up)
-        return implementation("silu_mul", gate.device.type)(gate, up)
+            return implementation("silu_mul", gate.device.type)(gate, up)
+        saving = implementation("silu_mul_saving", gate.device.type)
+        y, *codes = saving(gate, up, scale_format, scale_floor)
+        ctx.save_for_backward(*(t for q in codes for t in (q.codes, q.scales)))
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        gate, up, *rest = ctx.saved_tensors
-        if ctx.saved == "fp8":
-            dequantise = implementation("dequantise", dy.device.type)
-            pairs = ((gate, up), rest)
-            gate, up = (
-                dequantise(Quantised(codes, scales, "1x128", ctx.scale_format), ctx.dtype).view(ctx.shape)
-                for codes, scales in pairs
-            )
-        return *implementation("silu_mul_backward", dy.device.type)(dy, gate, up), None, None, None
+        saved, device = ctx.saved_tensors, dy.device.type
+        if ctx.scale_format is None:
+            return *implementation("silu_mul_backward", device)(dy, *saved), None, None, None
+        gate = Quantised(saved[0], saved[1], "1x128", ctx.scale_format)
+        up = Quantised(saved[2], saved[3], "1x128", ctx.scale_format)
+        return *implementation("silu_mul_backward_saved", device)(dy, gate, up), None, None, None
 
 
 def silu_mul(
@@ -180,6 +177,8 @@ def silu_mul(
     The product is recomputed in the backward from gate and up; ``saved="fp8"`` keeps only their 1x128 codes
     and scales (the gradient is then that of the dequantised values), anything else the tensors themselves.
     """
+    if not (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
+        return implementation("silu_mul", gate.device.type)(gate, up)
     return _SiluMul.apply(gate, up, saved, scale_format, scale_floor)
 
 

@@ -9,7 +9,13 @@ from precision_kernels.reference.attention import KVCache, allocate_kv_cache, at
 from precision_kernels.reference.digest import tensor_digest
 from precision_kernels.reference.exact import align, exp, lane_sum, log
 from precision_kernels.reference.formats import BLOCK, FP8, FP8_MAX, SCALE_FLOOR, Quantised
-from precision_kernels.reference.fused import add_rms_norm_quantise, rms_norm_quantise, silu_mul_quantise
+from precision_kernels.reference.fused import (
+    add_rms_norm_quantise,
+    rms_norm_quantise,
+    silu_mul_backward_saved,
+    silu_mul_quantise,
+    silu_mul_saving,
+)
 from precision_kernels.reference.layout import AttentionLayout
 from precision_kernels.reference.logprobs import (
     log_softmax,
@@ -75,7 +81,9 @@ __all__ = [
     "rotary_cos_sin",
     "silu_mul",
     "silu_mul_backward",
+    "silu_mul_backward_saved",
     "silu_mul_quantise",
+    "silu_mul_saving",
     "tensor_digest",
     "token_logprobs",
     "token_logprobs_backward",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from precision_kernels.reference.activation import silu_mul
+from precision_kernels.reference.activation import silu_mul, silu_mul_backward
 from precision_kernels.reference.formats import SCALE_FLOOR, Quantised, ScaleFormat
 from precision_kernels.reference.norm import add_rms_norm, rms_norm
 from precision_kernels.reference.quantise import quantise_activation
@@ -46,3 +46,23 @@ def silu_mul_quantise(
 ) -> Quantised:
     """`silu_mul` then `quantise_activation`: gate, up [M, F] -> 1x128 codes."""
     return quantise_activation(_rows(silu_mul(gate, up)), scale_format, scale_floor)
+
+
+def silu_mul_saving(
+    gate: torch.Tensor, up: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
+) -> tuple[torch.Tensor, Quantised, Quantised]:
+    """(`silu_mul` like gate, `quantise_activation` of gate, of up): what training keeps under `activation.saved: fp8`.
+
+    gate, up [..., F]; the codes are matrices [M, F] of their rows.
+    """
+    saved = quantise_activation(_rows(gate), scale_format, scale_floor)
+    return silu_mul(gate, up), saved, quantise_activation(_rows(up), scale_format, scale_floor)
+
+
+def silu_mul_backward_saved(
+    dy: torch.Tensor, gate: Quantised, up: Quantised
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`silu_mul_backward` at the dequantised gate and up, rounded to dy's dtype; dy [..., F] of as many rows."""
+    return silu_mul_backward(
+        dy, gate.dequantise(dy.dtype).view(dy.shape), up.dequantise(dy.dtype).view(dy.shape)
+    )

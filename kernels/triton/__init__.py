@@ -26,6 +26,8 @@ _FUNCTIONS = (
     activation.silu_mul,
     activation.silu_mul_backward,
     activation.silu_mul_quantise,
+    activation.silu_mul_saving,
+    activation.silu_mul_backward_saved,
     rotary.rotary,
     rotary.rotary_backward,
     logprobs.token_logprobs,

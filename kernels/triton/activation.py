@@ -8,10 +8,12 @@ import triton.language as tl
 
 from precision_kernels.reference.activation import _check
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
+from precision_kernels.reference.quantise import _check as _quantise_check
 from precision_kernels.triton.numerics import (
     INTERPRETED,
     block_amax,
     block_scale,
+    decode_e4m3,
     divide_by_scale,
     encode_e4m3,
     exp,
@@ -37,6 +39,25 @@ def _silu(g):
 
 
 @triton.jit
+def _put_codes(
+    v, codes, scales, rows, M, K, scale_m, scale_b, floor, UE8M0: tl.constexpr, FAST: tl.constexpr
+):
+    """1x128 codes and scales of v [ROWS, BLOCKS * 128], the tile of this program."""
+    ROWS: tl.constexpr = v.shape[0]
+    BLOCKS: tl.constexpr = v.shape[1] // 128
+    wide = tl.reshape(widen(v), (ROWS, BLOCKS, 128))
+    scale = block_scale(block_amax(wide, 2), floor, UE8M0)
+    code = encode_e4m3(divide_by_scale(wide, scale[:, :, None], FAST))
+    columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
+    inside = (rows < M)[:, None]
+    out = codes + rows[:, None] * K + columns[None, :]
+    tl.store(out, tl.reshape(code, (ROWS, BLOCKS * 128)), inside & (columns < K)[None, :])
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    pointer = scales + rows[:, None] * scale_m + block[None, :].to(tl.int64) * scale_b
+    tl.store(pointer, scale, inside & (block * 128 < K)[None, :])
+
+
+@triton.jit
 def _forward_kernel(
     gate, up, y, codes, scales, M, K, gate_m, up_m, scale_m, scale_b, floor,
     WRITE: tl.constexpr, QUANTISE: tl.constexpr, UE8M0: tl.constexpr, FAST: tl.constexpr,
@@ -48,31 +69,57 @@ def _forward_kernel(
     g = tl.load(gate + rows[:, None] * gate_m + columns[None, :], mask, 0.0)
     u = tl.load(up + rows[:, None] * up_m + columns[None, :], mask, 0.0)
     z = multiply(_silu(g), u)
-    out = rows[:, None] * K + columns[None, :]
     if WRITE:
-        tl.store(y + out, z, mask)
+        tl.store(y + rows[:, None] * K + columns[None, :], z, mask)
     if QUANTISE:
-        q = tl.reshape(widen(z), (ROWS, BLOCKS, 128))
-        scale = block_scale(block_amax(q, 2), floor, UE8M0)
-        code = encode_e4m3(divide_by_scale(q, scale[:, :, None], FAST))
-        tl.store(codes + out, tl.reshape(code, (ROWS, BLOCKS * 128)), mask)
+        _put_codes(z, codes, scales, rows, M, K, scale_m, scale_b, floor, UE8M0, FAST)
+
+
+@triton.jit
+def _saving_kernel(
+    gate, up, y, gate_codes, gate_scales, up_codes, up_scales, M, K, gate_m, up_m, scale_m, scale_b, floor,
+    UE8M0: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    g = tl.load(gate + rows[:, None] * gate_m + columns[None, :], mask, 0.0)
+    u = tl.load(up + rows[:, None] * up_m + columns[None, :], mask, 0.0)
+    tl.store(y + rows[:, None] * K + columns[None, :], multiply(_silu(g), u), mask)
+    _put_codes(g, gate_codes, gate_scales, rows, M, K, scale_m, scale_b, floor, UE8M0, FAST)
+    _put_codes(u, up_codes, up_scales, rows, M, K, scale_m, scale_b, floor, UE8M0, FAST)
+
+
+@triton.jit
+def _read(x, scales, rows, M, K, x_m, scale_m, scale_b, dtype, CODES: tl.constexpr, BLOCKS: tl.constexpr):
+    """fp32 tile of x [M, K]; with CODES of e4m3 codes times their scales, rounded to ``dtype``."""
+    columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    pointer = x + rows[:, None] * x_m + columns[None, :]
+    if CODES:
+        ROWS: tl.constexpr = rows.shape[0]
         block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
         inside = (rows < M)[:, None] & (block * 128 < K)[None, :]
-        tl.store(scales + rows[:, None] * scale_m + block[None, :].to(tl.int64) * scale_b, scale, inside)
+        at = scales + rows[:, None] * scale_m + block[None, :].to(tl.int64) * scale_b
+        scale = tl.load(at, inside, 0.0)
+        v = tl.reshape(decode_e4m3(tl.load(pointer, mask)), (ROWS, BLOCKS, 128)) * scale[:, :, None]
+        return widen(round_to(tl.reshape(v, (ROWS, BLOCKS * 128)), dtype))
+    return widen(tl.load(pointer, mask, 0.0))
 
 
 @triton.jit
 def _backward_kernel(
-    dy, gate, up, dgate, dup, M, K, dy_m, gate_m, up_m, out_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    dy, gate, gate_scales, up, up_scales, dgate, dup, M, K, dy_m, gate_m, up_m, scale_m, scale_b, out_m,
+    CODES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = dgate.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    g = widen(tl.load(gate + rows[:, None] * gate_m + columns[None, :], mask, 0.0))
-    u = widen(tl.load(up + rows[:, None] * up_m + columns[None, :], mask, 0.0))
+    g = _read(gate, gate_scales, rows, M, K, gate_m, scale_m, scale_b, dtype, CODES, BLOCKS)
+    u = _read(up, up_scales, rows, M, K, up_m, scale_m, scale_b, dtype, CODES, BLOCKS)
     d = widen(tl.load(dy + rows[:, None] * dy_m + columns[None, :], mask, 0.0))
     sigmoid = tl.div_rn(tl.full(g.shape, 1.0, tl.float32), exp(-g) + 1.0)
-    dtype: tl.constexpr = gate.dtype.element_ty
     out = rows[:, None] * out_m + columns[None, :]
     tl.store(dup + out, round_to(d * widen(round_to(g * sigmoid, dtype)), dtype), mask)
     tl.store(dgate + out, round_to(d * u * (sigmoid * (1.0 + g * (1.0 - sigmoid))), dtype), mask)
@@ -109,22 +156,56 @@ def _(gate, up, write, quantise, ue8m0, floor):
     return _outputs(gate, write, quantise)
 
 
-@torch.library.custom_op("precision_kernels::silu_mul_backward", mutates_args=())
-def silu_mul_backward_op(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """(dgate | dup) as one matrix [M, 2K], the layout of a fused gate-and-up projection's gradient."""
+@torch.library.custom_op("precision_kernels::silu_mul_saving", mutates_args=())
+def silu_mul_saving_op(
+    gate: torch.Tensor, up: torch.Tensor, ue8m0: bool, floor: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """gate, up [M, K] with contiguous rows -> (y, codes and scales of gate, codes and scales of up)."""
+    y, gate_codes, gate_scales = _outputs(gate, True, True)
+    _, up_codes, up_scales = _outputs(gate, False, True)
     m, k = gate.shape
-    out = torch.empty(m, 2 * k, dtype=gate.dtype, device=gate.device)
     if m and k:
+        _saving_kernel[(triton.cdiv(m, _ROWS), triton.cdiv(k, BLOCK * _BLOCKS))](
+            gate, up, y, gate_codes, gate_scales, up_codes, up_scales, m, k, gate.stride(0), up.stride(0),
+            *gate_scales.stride(), floor, UE8M0=ue8m0, FAST=fast(gate.dtype, floor), ROWS=_ROWS, BLOCKS=_BLOCKS,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y, gate_codes, gate_scales, up_codes, up_scales
+
+
+@silu_mul_saving_op.register_fake
+def _(gate, up, ue8m0, floor):
+    return *_outputs(gate, True, True), *_outputs(gate, False, True)[1:]
+
+
+@torch.library.custom_op("precision_kernels::silu_mul_backward", mutates_args=())
+def silu_mul_backward_op(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    gate_scales: torch.Tensor | None,
+    up: torch.Tensor,
+    up_scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """(dgate | dup) as one matrix [M, 2K], the layout of a fused gate-and-up projection's gradient.
+
+    With scales, gate and up are 1x128 codes of dy's dtype, with equal strides.
+    """
+    m, k = gate.shape
+    out = torch.empty(m, 2 * k, dtype=dy.dtype, device=dy.device)
+    if m and k:
+        # Without codes nothing is read behind the scales' pointers and strides.
+        scales = (dy, dy) if gate_scales is None or up_scales is None else (gate_scales, up_scales)
         _backward_kernel[(triton.cdiv(m, _ROWS), triton.cdiv(k, BLOCK * _BLOCKS))](
-            dy, gate, up, out, out[:, k:], m, k, dy.stride(0), gate.stride(0), up.stride(0), 2 * k,
-            ROWS=_ROWS, COLUMNS=BLOCK * _BLOCKS, num_warps=4, enable_fp_fusion=False,
+            dy, gate, scales[0], up, scales[1], out, out[:, k:], m, k, dy.stride(0), gate.stride(0), up.stride(0),
+            *scales[0].stride(), 2 * k, CODES=scales[0] is not dy, ROWS=_ROWS, BLOCKS=_BLOCKS, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
 @silu_mul_backward_op.register_fake
-def _(dy, gate, up):
-    return torch.empty(gate.shape[0], 2 * gate.shape[1], dtype=gate.dtype, device=gate.device)
+def _(dy, gate, gate_scales, up, up_scales):
+    return torch.empty(gate.shape[0], 2 * gate.shape[1], dtype=dy.dtype, device=dy.device)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
@@ -155,9 +236,36 @@ def silu_mul_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.activation.silu_mul_backward``: (dgate, dup), the two halves of one [M, 2K] matrix."""
     _check(gate, up)
-    both = silu_mul_backward_op(_matrix(dy), _matrix(gate), _matrix(up))
+    both = silu_mul_backward_op(_matrix(dy), _matrix(gate), None, _matrix(up), None)
     dgate, dup = both.chunk(2, -1)
     return dgate.view(gate.shape), dup.view(gate.shape)
 
 
-__all__ = ["silu_mul", "silu_mul_backward", "silu_mul_quantise"]
+def silu_mul_saving(
+    gate: torch.Tensor, up: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
+) -> tuple[torch.Tensor, Quantised, Quantised]:
+    """``reference.fused.silu_mul_saving``: gate and up are read once for the product and for their codes."""
+    _check(gate, up)
+    _quantise_check("silu_mul_saving", _matrix(gate), scale_format, scale_floor)
+    y, gate_codes, gate_scales, up_codes, up_scales = silu_mul_saving_op(
+        _matrix(gate), _matrix(up), scale_format == "ue8m0", scale_floor
+    )
+    saved = Quantised(gate_codes, gate_scales, "1x128", scale_format)
+    return y.view(gate.shape), saved, Quantised(up_codes, up_scales, "1x128", scale_format)
+
+
+def silu_mul_backward_saved(
+    dy: torch.Tensor, gate: Quantised, up: Quantised
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.fused.silu_mul_backward_saved``: codes are read in place of gate and up."""
+    if gate.kind != "1x128" or up.kind != "1x128" or gate.scales.stride() != up.scales.stride():
+        raise ValueError(
+            "silu_mul_backward_saved: gate and up must be what silu_mul_saving returned, 1x128 codes whose scales have "
+            f"one layout; got {gate.kind} {gate.scales.stride()} and {up.kind} {up.scales.stride()}"
+        )
+    both = silu_mul_backward_op(_matrix(dy), gate.codes, gate.scales, up.codes, up.scales)
+    dgate, dup = both.chunk(2, -1)
+    return dgate.view(dy.shape), dup.view(dy.shape)
+
+
+__all__ = ["silu_mul", "silu_mul_backward", "silu_mul_backward_saved", "silu_mul_quantise", "silu_mul_saving"]

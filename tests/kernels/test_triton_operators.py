@@ -213,6 +213,11 @@ def test_silu_mul(dtype):
         )
         check("activation", "silu_mul_quantise", gate, up, reference="fused", what=case)
         check("activation", "silu_mul_backward", dy, gate, up, what=case)
+        y, *saved = TRITON["activation"].silu_mul_saving(device_gate, device_up)
+        expected, *expected_saved = REFERENCE["fused"].silu_mul_saving(gate, up)
+        same((y, *saved), (expected, *expected_saved), f"saving {case}")
+        gradients = TRITON["activation"].silu_mul_backward_saved(dy.to(DEVICE), *saved)
+        same(gradients, REFERENCE["fused"].silu_mul_backward_saved(dy, *expected_saved), f"saved {case}")
 
 
 @pytest.mark.parametrize(
@@ -223,6 +228,7 @@ def test_silu_mul_on_shapes(shape):
     gate, up = normal(*shape).to(torch.bfloat16), normal(*shape, seed=1).to(torch.bfloat16)
     check("activation", "silu_mul", gate, up, what=str(shape))
     check("activation", "silu_mul_quantise", gate, up, "ue8m0", reference="fused", what=str(shape))
+    check("activation", "silu_mul_saving", gate, up, "ue8m0", reference="fused", what=str(shape))
 
 
 @pytest.mark.parametrize(("head_dim", "rotated"), [(64, 64), (128, 128), (80, 80), (64, 48)])
@@ -361,6 +367,8 @@ def test_fakes_describe_the_real_outputs():
         (ops.quantise_weight, (x, False, 1e-30, True)),
         (ops.rms_norm, (x, x.clone(), weight, 1e-6, True, True, False, 1e-30)),
         (ops.silu_mul, (x, x.clone(), True, True, False, 1e-30)),
+        (ops.silu_mul_saving, (x, x.clone(), False, 1e-30)),
+        (ops.silu_mul_backward, (x, x.clone(), None, x.clone(), None)),
         (ops.token_logprobs, (logits, ids, 1.0, True)),
         (ops.log_softmax, (logits, 1.0)),
         (ops.invariant_gemm, (x, x.clone(), torch.float32)),
