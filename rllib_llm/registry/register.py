@@ -17,7 +17,8 @@ from rllib_llm.models.causal_lm import CausalLM
 from rllib_llm.models.checkpoint import load_tokenizer
 from rllib_llm.registry.errors import RegistryError
 from rllib_llm.registry.fp8_format import serving_obstacles
-from rllib_llm.registry.manifest import Manifest
+from rllib_llm.registry.hashes import file_sha256
+from rllib_llm.registry.manifest import MANIFEST_FILE, Manifest
 from rllib_llm.registry.masters import TrainedCheckpoint, load_masters, read_checkpoint
 from rllib_llm.registry.mlflow_registry import DATA_FOLDER, MANIFEST_TAG, Entry, Registry
 from rllib_llm.registry.package import CARD_FILE, Record, write_package
@@ -86,7 +87,8 @@ def register(
     with tempfile.TemporaryDirectory(prefix="rllib_llm_register_") as folder:
         package = Path(folder) / "model"
         package.mkdir()
-        record = Record(_lineage(found, checkpoint), _attestations(found, model), metrics)
+        base = _base_name(registry, checkpoint)
+        record = Record(_lineage(found, checkpoint, base), _attestations(found, model), metrics)
         manifest, digest = write_package(model, package, record, weights_version=checkpoint.weights_version)
         prompt = example or _clean(example_prompt(found, registry.client), checkpoint) or _PROMPT
         description = (package / CARD_FILE).read_text(encoding="utf-8")
@@ -196,12 +198,19 @@ def _experiment(registry: Registry) -> str:
     return str(registry.client.create_experiment(EXPERIMENT, artifact_root(registry.uri)))
 
 
-def _lineage(source: Source, checkpoint: TrainedCheckpoint) -> dict[str, Any]:
+def _base_name(registry: Registry, checkpoint: TrainedCheckpoint) -> str:
+    """What training started from; a registered model by its name and version instead of its directory."""
+    file = checkpoint.base.parent / MANIFEST_FILE
+    entry = registry.holding(file_sha256(file)) if file.is_file() else None
+    return checkpoint.base_model if entry is None else entry.uri
+
+
+def _lineage(source: Source, checkpoint: TrainedCheckpoint, base: str) -> dict[str, Any]:
     return {
         "run_id": source.run_id,
         "run_name": source.run_name,
         "checkpoint": str(checkpoint.path),
-        "base_model": checkpoint.base_model,
+        "base_model": base,
         "base_directory": str(checkpoint.base),
         "training_iteration": checkpoint.training_iteration,
         "weights_version": checkpoint.weights_version,
@@ -226,7 +235,7 @@ def _tags(source: Source, checkpoint: TrainedCheckpoint, manifest: Manifest, dig
         MANIFEST_TAG: digest,
         "source.run_id": source.run_id,
         "source.checkpoint": str(checkpoint.path),
-        "base_model": checkpoint.base_model,
+        "base_model": lineage["base_model"],
         "training_iteration": str(checkpoint.training_iteration),
         "weights_version": str(checkpoint.weights_version),
         "git.rllib_llm.commit": lineage["git_commit"],

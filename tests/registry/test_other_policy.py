@@ -75,7 +75,7 @@ def test_an_experiment_under_another_policy_is_refused_once(store):
     with pytest.raises(ExperimentError) as error:
         load_experiment("quickstart", overrides).to_grpo_config()
     [problem] = error.value.problems
-    assert problem.startswith("model.path = ")
+    assert problem.startswith("model.path: ")
     assert "linear.rollout_forward" in problem
     assert "precision.allow_precision_change = true" in problem
     allowed = load_experiment("quickstart", [*overrides, "precision.allow_precision_change=true"])

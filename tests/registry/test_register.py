@@ -197,3 +197,27 @@ def test_weights_that_do_not_fit_the_base_model_are_refused(trained, tmp_path):
         load_masters(read_checkpoint(path))
     for part in ("model.norm.weight: missing", "extra: not part of", "[2, 2]", f"{rounded}: torch.bfloat16"):
         assert part in str(error.value)
+
+
+def test_a_model_trained_from_a_registered_one_names_it(store, trained, tmp_path):
+    """The lineage has the name and version of the base, not the directory that workers were handed."""
+    path = Path(shutil.copytree(trained.path, tmp_path / "checkpoint_000000"))
+    (path / "rllib_llm_file_sizes.json").unlink()
+    file = path / "rllib_checkpoint.json"
+    metadata = json.loads(file.read_text())
+    metadata["rllib_llm"]["model"] = str(store.root() / "hf")
+    file.write_text(json.dumps(metadata))
+    made = register(str(path), "second", tracking_uri=store.uri)
+    assert made.entry.tags["base_model"] == "models:/adder/1"
+    assert made.manifest.lineage["base_directory"] == str(store.root() / "hf")
+    assert made.source.run_id is None  # the copy lies in no trial's directory
+
+
+def test_models_of_other_kinds_are_counted_not_shown(store, capsys):
+    """A registry is shared: a version that is not ours is left out of the list, and refused by name."""
+    store.client.create_registered_model("forest")
+    store.client.create_model_version("forest", "/somewhere")
+    assert main(["models", "list", "forest", "--tracking-uri", store.uri]) == 0
+    assert "1 version(s) of other kinds of models are not shown" in capsys.readouterr().out
+    assert main(["models", "verify", "forest/1", "--tracking-uri", store.uri]) == 2
+    assert "was not made by rllib-llm models register" in capsys.readouterr().err
