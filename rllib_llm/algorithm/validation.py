@@ -117,24 +117,6 @@ def _registered_policy(llm: ModelSettings, precision: PrecisionSettings) -> list
     try:
         refuse_other_policy(path, policy, precision.allow_precision_change, override=override)
     except (OtherPolicyError, RegistryError) as error:
-        return [f"llm.path = {llm.path!r}: {error}"]
-    return []
-
-
-def _registered_policy(llm: ModelSettings, precision: PrecisionSettings) -> list[str]:
-    """A registered model may not be trained on, and so sampled from, under a policy other than its own."""
-    from rllib_llm.models.paths import resolve_model_path
-    from rllib_llm.registry.errors import RegistryError
-    from rllib_llm.registry.owner import OtherPolicyError, refuse_other_policy
-
-    try:
-        policy, path = load_policy(precision.policy), resolve_model_path(llm.path or "")
-    except (PolicyError, OSError, ValueError):
-        return []  # said elsewhere
-    override = "set precision_config.allow_precision_change = true"
-    try:
-        refuse_other_policy(path, policy, precision.allow_precision_change, override=override)
-    except (OtherPolicyError, RegistryError) as error:
         return [f"llm.path: {error}"]
     return []
 

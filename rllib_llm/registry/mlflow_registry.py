@@ -118,9 +118,9 @@ class Registry:
                 return sorted(found, key=lambda e: (e.name, int(e.version)))
 
     def holding(self, digest: str) -> Entry | None:
-        """The entry whose manifest has this sha256; None if there is none."""
-        found = self.client.search_model_versions(f"tags.`{MANIFEST_TAG}` = '{digest}'", max_results=1)
-        return _entry(found[0]) if found else None
+        """The entry whose manifest has this sha256, the first registered of several; None if there is none."""
+        found = self.client.search_model_versions(f"tags.`{MANIFEST_TAG}` = '{digest}'", max_results=200)
+        return min(map(_entry, found), key=lambda entry: entry.created_ms, default=None)
 
     def _known(self, name: str) -> str:
         names = [m.name for m in self.client.search_registered_models(max_results=200)]
