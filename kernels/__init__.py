@@ -13,7 +13,7 @@ from precision_kernels.dispatch import (
     bind_reference,
     bound_implementations,
 )
-from precision_kernels.linear import linear, linears, linears_of_codes
+from precision_kernels.linear import Remake, linear, linears, linears_of_codes
 from precision_kernels.operators import (
     add_rms_norm,
     add_rms_norm_quantise,
@@ -59,6 +59,7 @@ __all__ = [
     "LinearFormats",
     "PreparedWeight",
     "Quantised",
+    "Remake",
     "UnboundOperatorError",
     "add_rms_norm",
     "add_rms_norm_quantise",

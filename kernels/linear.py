@@ -23,7 +23,8 @@ wgrad      dW = dy^T x [M,N]x[M,K]    1x128 . 128x1 (both along M)        librar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -54,11 +55,26 @@ def _outputs(operand, formats: LinearFormats, prepared, joint: JointWeight | Non
     return [y if b is None else y + b.to(y.dtype) for y, b in zip(outputs, biases, strict=True)]
 
 
+class Remake(NamedTuple):
+    """How the input of a linear can be made again from tensors that are kept anyway: then its codes need not be.
+
+    ``function(*tensors)`` gives the input with the same bits; no gradient flows through it.
+    """
+
+    function: Callable[..., torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def kept(cls, x: torch.Tensor) -> Remake:
+        """The input itself is kept, by the operator that made it."""
+        return cls(lambda rows: rows, (x.detach(),))
+
+
 class _Linears(torch.autograd.Function):
     """Several linears of one input: quantised and saved once. See the module docstring for the mathematics."""
 
     @staticmethod
-    def forward(ctx, x, formats, prepared, joint, quantised, out_dtype, *parameters):
+    def forward(ctx, x, formats, prepared, joint, quantised, out_dtype, remake, *parameters):
         weights, biases = parameters[: len(prepared)], parameters[len(prepared) :]
         trained = any(w is not None and w.requires_grad for w in weights)
         columns = None
@@ -66,14 +82,17 @@ class _Linears(torch.autograd.Function):
             operand = x.to(DTYPES[formats.forward])
         else:
             if quantised is None:
-                both = trained and formats.saved == formats.wgrad == "fp8"
+                both = trained and remake is None and formats.saved == formats.wgrad == "fp8"
                 quantised, columns = _quantise(x, formats, both)
             operand = quantised
         outputs = _outputs(operand, formats, prepared, joint, biases, out_dtype)
         ctx.set_materialize_grads(False)
         ctx.formats, ctx.prepared, ctx.joint, ctx.dtype = formats, prepared, joint, x.dtype
-        ctx.saved_kind = ""
-        if trained:
+        ctx.saved_kind, ctx.remake = "", None
+        if trained and remake is not None and formats.saved == formats.wgrad == "fp8":
+            ctx.saved_kind, ctx.remake = "values", remake.function
+            ctx.save_for_backward(*remake.tensors)
+        elif trained:
             ctx.saved_kind, tensors = _saved(x, formats, quantised, columns)
             ctx.save_for_backward(*tensors)
         return tuple(outputs)
@@ -82,7 +101,7 @@ class _Linears(torch.autograd.Function):
     def backward(ctx, *grads):
         count = len(ctx.prepared)
         wanted = [
-            dy is not None and w for dy, w in zip(grads, ctx.needs_input_grad[6 : 6 + count], strict=True)
+            dy is not None and w for dy, w in zip(grads, ctx.needs_input_grad[7 : 7 + count], strict=True)
         ]
         if ctx.joint is not None and any(dy is not None for dy in grads):
             dy = _beside(grads, ctx.joint.sizes)
@@ -93,9 +112,9 @@ class _Linears(torch.autograd.Function):
             dx, dweights = _gradients(ctx, grads, ctx.prepared, wanted)
         dbiases: list[torch.Tensor | None] = [None] * count
         for i, dy in enumerate(grads):
-            if dy is not None and ctx.needs_input_grad[6 + count + i]:
+            if dy is not None and ctx.needs_input_grad[7 + count + i]:
                 dbiases[i] = dy.float().sum(0)
-        return dx, None, None, None, None, None, *dweights, *dbiases
+        return dx, None, None, None, None, None, None, *dweights, *dbiases
 
 
 def _gradients(ctx, grads, prepared, wanted) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
@@ -110,7 +129,11 @@ def _gradients(ctx, grads, prepared, wanted) -> tuple[torch.Tensor | None, list[
     dx = _dgrad(grads, rows, prepared, ctx.formats, ctx.dtype) if ctx.needs_input_grad[0] else None
     dweights: list[torch.Tensor | None] = [None] * len(grads)
     if any(wanted):
-        product = _wgrad(ctx.saved_kind, ctx.saved_tensors, ctx.formats)
+        saved = ctx.saved_tensors
+        if ctx.remake is not None:
+            made = ctx.remake(*saved)
+            saved = (made.reshape(-1, made.shape[-1]),)
+        product = _wgrad(ctx.saved_kind, saved, ctx.formats)
         dweights = [
             product(dy, c) if want else None for dy, c, want in zip(grads, columns, wanted, strict=True)
         ]
@@ -215,12 +238,14 @@ def linears(
     prepared: Sequence[PreparedWeight | None] | JointWeight | None = None,
     quantised: Quantised | None = None,
     out_dtype: torch.dtype | None = None,
+    remake: Remake | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Several linears of one input x [..., K] (q, k, v or gate, up): bits as by `linear` one by one, x
     handled once.
 
     ``prepared``: `prepare_weight` of each weight, or `prepare_joint` of all (the results are then column slices of one
-    matrix), to save its work; ``quantised``: the 1x128 codes of x [M, K] that a fused producer already made.
+    matrix), to save its work; ``quantised``: the 1x128 codes of x [M, K] that a fused producer already made;
+    ``remake``: what makes x again, saved in place of its 128x1 codes.
     Raises ValueError listing everything that does not fit.
     """
     joint = prepared if isinstance(prepared, JointWeight) else None
@@ -244,6 +269,7 @@ def linears(
         joint,
         quantised,
         out_dtype or x.dtype,
+        remake,
         *parameters,
         *biases,
     )

@@ -72,9 +72,9 @@ def invariant_matmul(x: torch.Tensor, w, out_dtype: torch.dtype | None = None) -
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, rstd = implementation("rms_norm", x.device.type)(x, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
+    def forward(ctx, x, weight, eps, operand):
+        y, rstd = implementation("rms_norm", x.device.type)(x, operand, eps)
+        ctx.save_for_backward(x, operand, rstd)
         return y
 
     @staticmethod
@@ -82,14 +82,14 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = implementation("rms_norm_backward", x.device.type)(dy, x, weight, rstd)
-        return dx, dweight, None
+        return dx, dweight, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps):
-        y, summed, rstd = implementation("add_rms_norm", x.device.type)(x, residual, weight, eps)
-        ctx.save_for_backward(summed, weight, rstd)
+    def forward(ctx, x, residual, weight, eps, operand):
+        y, summed, rstd = implementation("add_rms_norm", x.device.type)(x, residual, operand, eps)
+        ctx.save_for_backward(summed, operand, rstd)
         return y, summed
 
     @staticmethod
@@ -99,21 +99,32 @@ class _AddRMSNorm(torch.autograd.Function):
         dx, dweight = implementation("rms_norm_backward", summed.device.type)(
             dy, summed, weight, rstd, dsummed
         )
-        return dx, dx, dweight, None
+        return dx, dx, dweight, None, None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, operand: torch.Tensor | None = None
+) -> torch.Tensor:
     """RMSNorm over the last dimension of x [..., D]; also the per-head q/k norm. Definition in
     `reference.norm`.
+
+    ``operand``: what is multiplied by, if that is not ``weight`` itself but its rounding, [D] in any float dtype; the
+    gradient, unrounded, is the weight's all the same.
     """
-    return _RMSNorm.apply(x, weight, eps)
+    return _RMSNorm.apply(x, weight, eps, weight if operand is None else operand)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    operand: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(s), s) with s = x + residual rounded to their dtype. Definition in `reference.norm`."""
-    return _AddRMSNorm.apply(x, residual, weight, eps)
+    """(rms_norm(s), s) with s = x + residual rounded to their dtype; ``operand`` as in `rms_norm`. Definition in
+    `reference.norm`.
+    """
+    return _AddRMSNorm.apply(x, residual, weight, eps, weight if operand is None else operand)
 
 
 def rms_norm_quantise(

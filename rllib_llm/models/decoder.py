@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from precision_kernels import AttentionLayout, Quantised, attention, rotary, silu_mul, silu_mul_quantise
+from precision_kernels import (
+    AttentionLayout,
+    Quantised,
+    Remake,
+    attention,
+    rotary,
+    silu_mul,
+    silu_mul_quantise,
+)
 from precision_policies import Plan, PrecisionPolicy
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.batch import PackedBatch
@@ -47,16 +55,23 @@ class SelfAttention(nn.Module):
             self.q_norm = PlannedNorm(plan[f"{name}.q_norm"], policy, side, arch.rms_eps)
             self.k_norm = PlannedNorm(plan[f"{name}.k_norm"], policy, side, arch.rms_eps)
 
-    def forward(self, x: torch.Tensor | Quantised, context: Context, cache: Any) -> torch.Tensor:
-        """[T, H], or its codes -> [T, H]."""
-        q, k, v = self.qkv(x)
+    def forward(
+        self, x: torch.Tensor | Quantised, context: Context, cache: Any, remake: Remake | None = None
+    ) -> torch.Tensor:
+        """[T, H], or its codes -> [T, H]; ``remake``: how x can be made again."""
+        q, k, v = self.qkv(x, remake)
         q = q.view(-1, self.heads, self.head_dim)
         k, v = k.view(-1, self.kv_heads, self.head_dim), v.view(-1, self.kv_heads, self.head_dim)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotary(q, k, context.positions, context.table)
+        if v.requires_grad and not self.qk_norm:
+            v = (
+                v.contiguous()
+            )  # kept for the backward; as a slice it would keep q and k before the rotation with it
         out = self.attend(q, k, v, context, cache)
-        return self.o_proj(out.reshape(out.shape[0], -1))
+        out = out.reshape(out.shape[0], -1)
+        return self.o_proj(out, Remake.kept(out))  # the attention keeps its result
 
     @staticmethod
     def attend(
@@ -78,9 +93,9 @@ class FeedForward(nn.Module):
         self.quantise_product = False
         self.saved: tuple[str, ScaleFormat, float] = (policy.activation.saved, *scale_rule(policy))
 
-    def forward(self, x: torch.Tensor | Quantised) -> torch.Tensor:
-        """[T, H], or its codes -> [T, H]."""
-        gate, up = self.gate_up(x)
+    def forward(self, x: torch.Tensor | Quantised, remake: Remake | None = None) -> torch.Tensor:
+        """[T, H], or its codes -> [T, H]; ``remake``: how x can be made again."""
+        gate, up = self.gate_up(x, remake)
         if self.quantise_product:
             return self.down_proj(silu_mul_quantise(gate, up, *self.saved[1:]))
         return self.down_proj(silu_mul(gate, up, *self.saved))
@@ -108,9 +123,13 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual [T, H] -> the same two for the next layer; residual is None before the first."""
         y, residual = self._normalise(self.input_layernorm, x, residual, self.quantise_input[0])
-        y = self.self_attn(y, context, cache)
+        y = self.self_attn(y, context, cache, self._remake(self.input_layernorm, residual))
         y, residual = self._normalise(self.post_attention_layernorm, y, residual, self.quantise_input[1])
-        return self.mlp(y), residual
+        return self.mlp(y, self._remake(self.post_attention_layernorm, residual)), residual
+
+    @staticmethod
+    def _remake(norm: PlannedNorm, residual: torch.Tensor) -> Remake | None:
+        return norm.remake(residual) if torch.is_grad_enabled() else None
 
     @staticmethod
     def _normalise(

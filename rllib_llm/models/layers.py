@@ -19,6 +19,7 @@ from precision_kernels import (
     LinearFormats,
     PreparedWeight,
     Quantised,
+    Remake,
     add_rms_norm,
     add_rms_norm_quantise,
     joinable,
@@ -116,18 +117,6 @@ def _plain_dtype(plan: ModulePlan, side: Side, compute: torch.dtype) -> torch.dt
     return compute if form == "fp8" else FORMAT_DTYPES[form]
 
 
-class _RoundThrough(torch.autograd.Function):
-    """Rounds values to a dtype but keeps the tensor's own, so that the gradient of the master is not rounded too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return x.to(dtype).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
 class PlannedModule(nn.Module):
     """A module with HF-named tensors: parameters on the train side, received buffers on the rollout side."""
 
@@ -180,20 +169,23 @@ class PlannedNorm(PlannedModule):
         self.eps = eps
 
     def _rounded(self) -> torch.Tensor:
-        if self.side == "rollout":
-            return self.weight
-        rounded: torch.Tensor = _RoundThrough.apply(self.weight, self.compute_dtype)
-        return rounded
+        """The weight as it is multiplied by, in the compute dtype."""
+        return self.weight.detach().to(self.compute_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., D]."""
-        return rms_norm(x, self._rounded(), self.eps)
+        """[..., D] -> [..., D]. The gradient of the master is not rounded."""
+        return rms_norm(x, self.weight, self.eps, self._rounded())
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalised, new residual) of ``x + residual``; without a residual x itself is the new one."""
         if residual is None:
             return self(x), x
-        return add_rms_norm(x, residual, self._rounded(), self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps, self._rounded())
+
+    def remake(self, residual: torch.Tensor) -> Remake:
+        """How `add` made its first result from its second, which is kept for the norm's own gradient anyway."""
+        eps = self.eps
+        return Remake(lambda rows, weight: rms_norm(rows, weight, eps), (residual.detach(), self._rounded()))
 
     def add_quantise(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Quantised, torch.Tensor]:
         """`add` with the 1x128 codes of the normalised rows in their place, for inference; one kernel, same bits."""
@@ -263,11 +255,12 @@ class PlannedLinear(PlannedModule):
             tensors |= rollout_tensors(self.plan, self.policy, "bias", self.bias.detach())
         return tensors
 
-    def forward(self, x: torch.Tensor | Quantised) -> torch.Tensor:
-        """[T, K], or its 1x128 codes -> [T, N] in the compute dtype."""
+    def forward(self, x: torch.Tensor | Quantised, remake: Remake | None = None) -> torch.Tensor:
+        """[T, K], or its 1x128 codes -> [T, N] in the compute dtype; ``remake`` as in `linears`."""
         if isinstance(x, Quantised):
             return linears_of_codes(x, [self.prepared()], [self.bias], self.compute_dtype)[0]
-        return linears(x, [self._operand()], [self.bias], self.formats, [self.prepared()])[0]
+        operands = [self._operand()], [self.bias]
+        return linears(x, *operands, self.formats, [self.prepared()], remake=remake)[0]
 
     def _operand(self) -> Any:
         return self.weight if self.side == "train" else self.prepared()
@@ -297,14 +290,17 @@ class JointProjections:
                 module.joint = self
             self._place()
 
-    def __call__(self, x: torch.Tensor | Quantised) -> tuple[torch.Tensor, ...]:
-        """[T, K], or its 1x128 codes -> [T, Ni] of every module, column slices of one matrix if they are joined."""
+    def __call__(self, x: torch.Tensor | Quantised, remake: Remake | None = None) -> tuple[torch.Tensor, ...]:
+        """[T, K], or its 1x128 codes -> [T, Ni] of every module, column slices of one matrix if they are joined.
+
+        ``remake`` as in `linears`.
+        """
         prepared = self.prepared() if self.joined else [m.prepared() for m in self.modules]
         biases = [m.bias for m in self.modules]
         if isinstance(x, Quantised):
             return linears_of_codes(x, prepared, biases, self.modules[0].compute_dtype)
         weights = [m._operand() for m in self.modules]
-        return linears(x, weights, biases, self.modules[0].formats, prepared)
+        return linears(x, weights, biases, self.modules[0].formats, prepared, remake=remake)
 
     def prepared(self) -> JointWeight:
         """All weights as their one GEMM reads them; made as often as `PlannedLinear.prepared`."""

@@ -133,3 +133,29 @@ def test_codes_need_an_fp8_forward() -> None:
     joint = pk.prepare_joint(weights, BF16, torch.bfloat16)
     with pytest.raises(ValueError, match="fp8 forward"):
         pk.linears_of_codes(pk.quantise_activation(x), joint, [None] * 3, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f.forward}-{f.wgrad}-{f.scale_format}")
+def test_an_input_made_again_gives_the_gradients_of_a_saved_one(formats: LinearFormats, device: str) -> None:
+    """With `Remake` every result has the same bits, and an fp8 wgrad keeps the tensors it names, no codes of x."""
+    x, weights, _ = operands(device, 150)
+    source, weight = x.clone(), normal(1, x.shape[1], 40)[0].bfloat16().to(device)
+    remake = pk.Remake(lambda rows, w: pk.rms_norm(rows, w, 1e-5), (source, weight))
+    dys = [normal(150, n, 20 + i).bfloat16().to(device) for i, n in enumerate(SIZES)]
+    joint = pk.prepare_joint(weights, formats, torch.bfloat16)
+    results, kept = [], []
+    for given in (None, remake):
+        leaves = [t.clone().requires_grad_() for t in (pk.rms_norm(source, weight, 1e-5), *weights)]
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t, lambda t: t
+        ):
+            outputs = pk.linears(leaves[0], leaves[1:], [None] * 3, formats, joint, remake=given)
+        results.append((*outputs, *torch.autograd.grad(outputs, leaves, dys)))
+        kept.append(saved)
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+    if formats.wgrad == "fp8" == formats.saved:
+        assert [t.data_ptr() for t in kept[1]] == [source.data_ptr(), weight.data_ptr()]
+        assert kept[0][0].dtype == torch.float8_e4m3fn
