@@ -71,6 +71,11 @@ class WeightSync:
         """Version of the weights that every runner was last sent."""
         return None if self._sent is None else self._sent.version
 
+    @property
+    def transports(self) -> dict[tuple[int, int], Transport]:
+        """(identity of the runner group, runner) -> the road that its weights took last."""
+        return dict(self._logged)
+
     def learner_changed(self) -> None:
         """Call after an update or a restore: the next push exports anew."""
         self._manifest = self._host_copy = None

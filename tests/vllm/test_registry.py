@@ -68,3 +68,19 @@ def test_stock_vllm_gives_the_greedy_tokens_of_our_engine(policy: str, folder: s
     )
     assert sum(map(len, ours)) > 150
     assert served(tmp_path / folder, prompts, variables) == ours
+
+
+def test_pyfunc_generates_with_vllm_on_request(tmp_path: Path, ray_for_engines: None) -> None:
+    """`engine: vllm` gives the embedded engine's greedy answers, after its weights were compared with the manifest."""
+    from rllib_llm.registry.pyfunc import TextGenerator
+
+    write_package(load_pretrained("tiny-chain", "unified-fp8", "train"), tmp_path, Record())
+    model = TextGenerator(tmp_path, engine_options={"max_model_len": 128})
+    prompts = [f"{n}a+4b-0c+{9 - n}d+7=" for n in range(1, 5)]
+    found = {
+        name: model.answers(prompts, {"engine": name, "temperature": 0.0, "max_tokens": 40})
+        for name in ("torch", "vllm")
+    }
+    model.close()
+    assert found["vllm"] == found["torch"]
+    assert [reason for _, reason, _ in found["vllm"]] == ["stop"] * 4

@@ -18,22 +18,38 @@ if importlib.util.find_spec("vllm") is None:
 from rllib_llm import GRPOConfig
 from rllib_llm import metric_names as names
 from tests.rllib.toy import CopyDigit, make_model
+from tests.vllm.cases import DEVICE
 
 
 @pytest.fixture
 def algorithm(ray_for_engines: None, tmp_path: Path) -> Iterator[Any]:
-    """GRPO on the toy model; vLLM in a Ray actor of its own beside one remote env runner."""
-    options = {"kv_cache_bytes": 64 << 20, "max_num_seqs": 16, "device": "cpu"}
+    """GRPO on the toy model; vLLM in a Ray actor of its own beside one remote env runner.
+
+    On a GPU all three share it: the engine sleeps while the learner computes, and gets its weights by CUDA IPC.
+    """
+    gpu = DEVICE == "cuda"
+    options = {
+        "kv_cache_bytes": 64 << 20,
+        "max_num_seqs": 16,
+        "device": DEVICE,
+        "gpu_memory_utilization": 0.05,
+    }
     config = (
         GRPOConfig()
         .precision("unified-fp8")
         .model(str(make_model(tmp_path / "model")))
         .environment(CopyDigit)
         .rollout(
-            engine="vllm", engine_options=options, group_size=4, prompts_per_iteration=4, max_new_tokens=4
+            engine="vllm",
+            engine_options=options,
+            group_size=4,
+            prompts_per_iteration=4,
+            max_new_tokens=4,
+            sleep_while_learning=gpu,
         )
         .training(lr=1e-3)
-        .env_runners(num_env_runners=1)
+        .env_runners(num_env_runners=1, num_gpus_per_env_runner=0.5 if gpu else 0)
+        .learners(num_gpus_per_learner=1 if gpu else 0)
         .debugging(seed=0, log_level="ERROR")
     )
     algo = config.build_algo()
@@ -53,6 +69,7 @@ def test_training_is_exactly_on_policy_and_survives_the_death_of_vllm(algorithm:
     for _ in range(2):
         mismatch = algorithm.train()[names.MISMATCH]
         assert (mismatch["max_abs"], mismatch["bit_equal_share"]) == (0, 1)
+    assert set(algorithm.weights.transports.values()) == {"cuda_ipc" if DEVICE == "cuda" else "object_store"}
     algorithm.env_runner_group.foreach_env_runner(_kill_engine, local_env_runner=False)
     assert algorithm.train()[names.NUM_EMPTY_SAMPLES] == 1, "the iteration in which vLLM died has no samples"
     result = algorithm.train()
