@@ -288,6 +288,36 @@ def checkpoint_tensors(shape: str) -> Any:
     yield from model.rollout_tensors()
 
 
+def table(files: list[Path]) -> str:
+    """Markdown of result files."""
+    lines = []
+    for file in files:
+        result = json.loads(file.read_text())
+        if not lines:
+            lines += [
+                f"# Weight pushes, {result['shape']} on {result['machine']}, torch {result['torch']}",
+                "",
+                "Seconds from changed weights to the compared receipt; medians after a first push. Extra memory: most GPU "
+                "memory of a push beyond weights, learner + engine.",
+                "",
+                "| weights | transport | GB | pushes | s | of it manifest | first push | extra GB |",
+                "|---|---|---|---|---|---|---|---|",
+            ]
+        lines += [_table_row(row) for row in result["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def _table_row(row: dict[str, Any]) -> str:
+    made = f"{row['manifest_s']:.3f}" if "manifest_s" in row else "–"
+    extra = "–"
+    if "extra_learner_bytes" in row:
+        extra = f"{row['extra_learner_bytes'] / 1e9:.2f} + {row['extra_engine_bytes'] / 1e9:.2f}"
+    return (
+        f"| {row['policy']} | {row['transport']} | {row['gigabytes']:.2f} | {row['pushes']} | {row['seconds']:.3f} | "
+        f"{made} | {row['first_s']:.2f} | {extra} |"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="tiny", choices=SHAPES)
@@ -303,16 +333,18 @@ def main() -> None:
     parser.add_argument("--store-gib", type=int, default=24)
     parser.add_argument("--reload", action="store_true", help="measure stock vLLM's reload_weights instead")
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--table", nargs="+", type=Path, help="print result files as Markdown, measure nothing"
+    )
     args = parser.parse_args()
+    if args.table:
+        print(table(args.table), end="")
+        return
     rows = measure_reload(args) if args.reload else measure(args)
     if args.out:
         machine = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-        args.out.write_text(
-            json.dumps(
-                {"machine": machine, "torch": torch.__version__, "shape": args.shape, "rows": rows}, indent=1
-            )
-            + "\n"
-        )
+        result = {"machine": machine, "torch": torch.__version__, "shape": args.shape, "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
