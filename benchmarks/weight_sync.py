@@ -297,8 +297,8 @@ def table(files: list[Path]) -> str:
             lines += [
                 f"# Weight pushes, {result['shape']} on {result['machine']}, torch {result['torch']}",
                 "",
-                "Seconds from changed weights to the compared receipt; medians after a first push. Extra memory: most GPU "
-                "memory of a push beyond weights, learner + engine.",
+                "Seconds from changed weights to the compared receipt, medians after a first push; extra GPU memory of "
+                "learner + engine at the most.",
                 "",
                 "| weights | transport | GB | pushes | s | of it manifest | first push | extra GB |",
                 "|---|---|---|---|---|---|---|---|",
