@@ -60,6 +60,13 @@ def memory(bench) -> None:
         go("silu_mul", activation.silu_mul, 6)
         go("silu_mul + quantise", activation.silu_mul_quantise, 5 + scale)
         go("silu_mul backward", lambda x, r: activation.silu_mul_backward(x, r, x), 8)
+        go("silu_mul, and codes of gate and up", activation.silu_mul_saving, 8 + 2 * scale)
+        codes = quantise.quantise_activation(xs[0])
+        go(
+            "silu_mul backward from codes",
+            lambda x, r, q=codes: activation.silu_mul_backward_saved(r, q, q),
+            7 + scale,
+        )
         q = [x.view(TOKENS, -1, 128) for x in xs]
         ms = bench.time([lambda x=x: norm.rms_norm(x, w[:128], 1e-6) for x in q])
         bench.record("memory-bound, 8192 rows", f"q/k norm, {d // 128} heads of 128", ms, bytes_=4 * n)
