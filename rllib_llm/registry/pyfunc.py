@@ -20,7 +20,7 @@ from rllib_llm.prompting import PromptEncoder
 from rllib_llm.registry.errors import RegistryError
 from rllib_llm.registry.manifest import Manifest, probe_hash
 from rllib_llm.registry.owner import owner_of, refuse_other_policy
-from rllib_llm.registry.signature import PARAMETERS
+from rllib_llm.registry.signature import OUTPUTS, PARAMETERS
 
 __all__ = ["TextGenerator", "prompts_of"]
 
@@ -88,16 +88,21 @@ class TextGenerator:
         """
         import pandas
 
+        return pandas.DataFrame(self.answers(model_input, params), columns=list(OUTPUTS))
+
+    def answers(
+        self, model_input: Any, params: Mapping[str, Any] | None = None
+    ) -> list[tuple[str, str, int]]:
+        """The rows of `predict`."""
         chosen = _parameters(params or {})
         engine_name = str(chosen.pop("engine"))
         prompts = [self.encoder.encode(prompt) for prompt in prompts_of(model_input)]
         with self._lock:
             answers = self._engine(engine_name).generate(prompts, SamplingParams(**chosen))
-        rows = [
+        return [
             (self.encoder.decode(answer.token_ids), answer.finish_reason, len(answer.token_ids))
             for (answer,) in answers
         ]
-        return pandas.DataFrame(rows, columns=["completion", "finish_reason", "num_tokens"])
 
     def close(self) -> None:
         """Free the engines; the next `predict` makes new ones."""
@@ -181,11 +186,9 @@ def prompts_of(model_input: Any) -> list[Prompt]:
 
 def _cells(model_input: Any) -> list[Any]:
     """One column of values."""
-    import pandas
-
     if isinstance(model_input, str):
         return [model_input]
-    if isinstance(model_input, pandas.DataFrame):
+    if hasattr(model_input, "columns"):  # a DataFrame, recognised without importing pandas
         return _column(model_input)
     if isinstance(model_input, Mapping):
         for name in ("messages", "prompt"):

@@ -260,6 +260,8 @@ def _llm_arguments(directory: str, policy: PrecisionPolicy, options: WorkerOptio
         arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
     if options.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes
+    elif options.device == "cpu":  # 0.32 would take 92 % of the machine's memory, and refuse where less is free
+        arguments["kv_cache_memory_bytes"] = 1 << 30
     if options.device == "cuda":
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     numerics = compat.llm_options(options.device, graphs=options.cuda_graphs, sleep_mode=options.sleep_mode)
