@@ -179,6 +179,7 @@ def read_plan(directory: Path, concurrent: int | None) -> Plan:
 
 def _run(plan: Plan, directory: Path, options: Options, *, resume: bool) -> int:
     from rllib_llm.cli.compare_run import run_comparison
+    from rllib_llm.cli.launch import how_to_look
     from rllib_llm.compare.report import write_report
 
     started = time.monotonic()
@@ -189,6 +190,8 @@ def _run(plan: Plan, directory: Path, options: Options, *, resume: bool) -> int:
         file, report = write_report(directory, dataclasses.replace(options))
         outcome.attach(file, report)
         _print_summary(file, report)
+    if outcome.tracking is not None and outcome.tracking.tracking_uri.startswith("sqlite"):
+        print(how_to_look(outcome.tracking.tracking_uri))
     print(f"{outcome.text} after {(time.monotonic() - started) / 60:.1f} min; raw results in {directory}")
     for line in outcome.problems:
         print(line, file=sys.stderr)

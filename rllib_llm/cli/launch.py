@@ -186,7 +186,7 @@ def _report(outcome: Outcome, policy: str, fingerprint: str) -> None:
         for problem in tracking.problems:
             print(f"tracking problem: {problem}")
         if tracking.tracking_uri.startswith("sqlite"):
-            print(f"look at it:  {_tool('mlflow')} ui --backend-store-uri {tracking.tracking_uri}")
+            print(how_to_look(tracking.tracking_uri))
     if outcome.status == "failed":
         _say(f"\nThe trial failed:\n{outcome.error}")
     if outcome.status in ("failed", "interrupted"):
@@ -196,6 +196,12 @@ def _report(outcome: Outcome, policy: str, fingerprint: str) -> None:
             )
         else:
             _say("\nThere is no checkpoint yet to go on from.")
+
+
+def how_to_look(store: str) -> str:
+    """The command that shows a local store, and the page (MLflow 3 opens on one for traces, which shows no runs)."""
+    page = "http://127.0.0.1:5000/#/experiments?workflowType=machine_learning"
+    return f"look at it:  {_tool('mlflow')} ui --backend-store-uri {store}\n        then  {page}"
 
 
 def _tool(name: str) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "run_series",
 ]
 
+ITERATION = "training iteration"
 _INK = "#010203"  # place-holder of the page's text colour
 _ARMS = tuple(f"#0a0b{i:02x}" for i in range(8))  # place-holders of --arm-0 … --arm-7
 _PARTS = tuple(
@@ -77,7 +78,7 @@ class Plot:
 
     title: str
     ylabel: str
-    xlabel: str = "training iteration"
+    xlabel: str = ITERATION
     logarithmic: bool = False
 
 
@@ -176,6 +177,7 @@ def _drawing(plot: Plot, height: float = 3.2) -> Iterator[tuple[Any, io.StringIO
     """(axes, text): draw on the axes; the text holds the SVG afterwards."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     out = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": plot.title}):
@@ -184,6 +186,8 @@ def _drawing(plot: Plot, height: float = 3.2) -> Iterator[tuple[Any, io.StringIO
         axes = figure.subplots()
         axes.patch.set_alpha(0.0)
         axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel)
+        if plot.xlabel == ITERATION:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         yield axes, out
         raw = io.StringIO()
         figure.savefig(
@@ -220,10 +224,16 @@ def _scale(axes: Any, plot: Plot, values: Sequence[float]) -> None:
         return
     if positive:
         axes.set_yscale("symlog", linthresh=10 ** np.floor(np.log10(min(positive))), linscale=0.5)
+        axes.yaxis.set_major_formatter(_power)  # after the scale, which brings its own
         top = 10 ** np.ceil(np.log10(max(positive)) + 1e-9)
         axes.set_ylim(0 if min(finite(values)) >= 0 else None, top)
     else:
         axes.set_ylim(-0.05, 1.0)
+
+
+def _power(value: float, position: int | None = None) -> str:
+    """``1e-03``; matplotlib's own labels are TeX, which would stand as such beside texts that are not parsed."""
+    return f"{value:.0e}" if value else "0"
 
 
 def _xy(points: Mapping[float, float]) -> tuple[list[float], list[float]]:

@@ -17,7 +17,9 @@ _PACKAGES = ("rllib-llm", "torch", "transformers", "ray", "vllm", "triton", "num
 def provenance_tags() -> dict[str, str]:
     """Versions, hardware, command and git commits; a fact that cannot be had is left out, never guessed."""
     tags = {
-        "mlflow.source.name": " ".join(sys.argv)[:500],
+        # MLflow's pages show what follows the last "/" of the name: a whole command would lose its beginning
+        "mlflow.source.name": Path(sys.argv[0]).name,
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:5000],
         "mlflow.source.type": "LOCAL",
         "version.python": platform.python_version(),
         "hardware.machine": f"{platform.system()} {platform.machine()}",

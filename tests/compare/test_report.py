@@ -1,7 +1,9 @@
 """The report: what it says, that it needs no network, and that hostile texts stay texts."""
 
 import re
+import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from rllib_llm.compare import CurvesError, CurveWriter, read_curves
 from rllib_llm.compare.report import Options, write_report
 from tests.compare.raw import REWARD, noise, rising, row, write
 
+ROOT = Path(__file__).resolve().parents[2]
 THREE = {
     "bf16": lambda i, s: rising(i) + noise(i, s),
     "mixed": lambda i, s: rising(i, final=0.6) + noise(i, s),
@@ -125,6 +128,7 @@ def test_figures_take_their_colours_from_the_page(five):
         assert re.findall(r"#[0-9a-f]{6}\b", svg.replace("#ffffff", "")) == []
         assert 'role="img" aria-label="' in svg
         assert "currentColor" in svg
+        assert "mathdefault" not in svg  # TeX where no TeX is read
         assert not re.search(r'<svg[^>]*\swidth="', svg)
 
 
@@ -200,3 +204,13 @@ def test_options_that_fit_no_result_are_refused(five, options, match):
     """What is asked for and not there is named beside what is."""
     with pytest.raises(CurvesError, match=match):
         write_report(five[0].parent, options)
+
+
+def test_the_committed_example_says_what_its_raw_results_say(tmp_path):
+    """benchmarks/results/compare_quickstart: every sentence that the curves give stands in the page beside them."""
+    folder = ROOT / "benchmarks" / "results" / "compare_quickstart"
+    for name in ("curves.csv", "compare.json"):
+        shutil.copy(folder / name, tmp_path)
+    _, report = write_report(tmp_path)
+    texts = "\n".join(Page((folder / "report.html").read_text(encoding="utf-8")).texts)
+    assert [sentence for sentence in report.summary if sentence not in texts] == []
