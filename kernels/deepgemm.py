@@ -20,7 +20,9 @@ Nothing here is bit-equal to the reference: Hopper's FP8 tensor cores keep about
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -174,21 +176,17 @@ def block_fp8_matmul(a: Quantised, b: Quantised, out_dtype: torch.dtype = torch.
     return _product(a, b.codes, b, False, out_dtype)
 
 
-def grouped_fp8_matmul(
-    a: Quantised, codes: torch.Tensor, scales: torch.Tensor, expert: torch.Tensor
-) -> torch.Tensor:
-    """One GEMM for all experts of a mixture: row i of a [M, K] (1x128) times the weight of expert[i] -> bf16 [M, N].
-
-    codes e4m3 [G, N, K] and scales fp32 [G, N/128, K/128] are the experts' 128x128 weights, stacked; expert int32 [M].
-    The rows of an expert are contiguous and start at a multiple of 128; rows between have expert -1 and an undefined
-    output. By definition `block_fp8_matmul` expert by expert, bit for bit. Forward only.
-    """
-    _expect("grouped_fp8_matmul", a=(a, "1x128"))
+def _check_grouped(
+    name: str, a: Quantised, codes: torch.Tensor, scales: torch.Tensor, expert: torch.Tensor, inner: int
+) -> None:
+    """ValueError listing what does not fit: codes [G, N, K] whose axis ``inner`` is contracted with a's columns."""
+    _expect(name, a=(a, "1x128"))
     groups, n, k = codes.shape
     problems = []
-    if not accepts(n, k) or n % BLOCK or a.shape[1] != k:
+    if n % BLOCK or k % BLOCK or not k or a.shape[1] != codes.shape[inner]:
         problems.append(
-            f"K and N must be multiples of 128 and K that of a, got a {tuple(a.shape)}, codes {tuple(codes.shape)}"
+            f"N and K must be multiples of 128 and axis {inner} of the codes as long as a's rows, "
+            f"got a {tuple(a.shape)}, codes {tuple(codes.shape)}"
         )
     if scales.shape != (groups, n // BLOCK, k // BLOCK):
         problems.append(f"scales must be [{groups}, {n // BLOCK}, {k // BLOCK}], got {tuple(scales.shape)}")
@@ -198,8 +196,60 @@ def grouped_fp8_matmul(
             f"got {expert.dtype} {tuple(expert.shape)}"
         )
     if problems:
-        raise ValueError("grouped_fp8_matmul: " + "; ".join(problems))
+        raise ValueError(f"{name}: " + "; ".join(problems))
+
+
+def grouped_fp8_matmul(
+    a: Quantised, codes: torch.Tensor, scales: torch.Tensor, expert: torch.Tensor
+) -> torch.Tensor:
+    """One GEMM for all experts of a mixture: row i of a [M, K] (1x128) times the weight of expert[i] -> bf16 [M, N].
+
+    codes e4m3 [G, N, K] and scales fp32 [G, N/128, K/128] are the experts' 128x128 weights, stacked; expert int32 [M].
+    The rows of an expert are contiguous and start at a multiple of 128; rows between have expert -1 and an undefined
+    output. By definition `block_fp8_matmul` expert by expert, bit for bit.
+    """
+    _check_grouped("grouped_fp8_matmul", a, codes, scales, expert, 2)
     return _grouped_op(a.codes, a.scales, codes, scales, expert)
+
+
+def grouped_dgrad_fp8_matmul(
+    dy: Quantised, codes: torch.Tensor, scales: torch.Tensor, expert: torch.Tensor
+) -> torch.Tensor:
+    """The input gradient of `grouped_fp8_matmul`: dy [M, N] (1x128) and the same weights and experts -> bf16 [M, K].
+
+    Best given ``codes`` whose axis 1 is contiguous (others are copied). By definition `dgrad_fp8_matmul` expert by
+    expert, bit for bit.
+    """
+    _check_grouped("grouped_dgrad_fp8_matmul", dy, codes, scales, expert, 1)
+    transposed = codes.view(torch.uint8).transpose(1, 2).contiguous().view(codes.dtype)
+    return _grouped_op(dy.codes, dy.scales, transposed, scales.transpose(1, 2).contiguous(), expert)
+
+
+def grouped_wgrad_fp8_matmul(
+    dy: Quantised, x: Quantised, starts: Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The weight gradients of `grouped_fp8_matmul`: fp32 [G, N, K], added to ``out``.
+
+    dy [M, N] and x [M, K] are 128x1 codes of all rows (rows without an expert zero); ``starts`` [G + 1]: expert g has
+    the rows from starts[g] to starts[g + 1], multiples of 128. By definition `wgrad_fp8_matmul` expert by expert: one
+    launch each, for DeepGEMM's grouped kernel wants every expert's codes apart in memory.
+    """
+    _expect("grouped_wgrad_fp8_matmul", dy=(dy, "128x1"), x=(x, "128x1"))
+    if list(starts) != sorted(starts) or any(s % BLOCK for s in starts) or starts[-1] > dy.shape[0]:
+        raise ValueError(
+            f"grouped_wgrad_fp8_matmul: starts must ascend in multiples of 128 up to {dy.shape[0]} rows, got {starts}"
+        )
+    shape = (len(starts) - 1, dy.shape[1], x.shape[1])
+    if out is None:
+        out = torch.zeros(shape, dtype=torch.float32, device=dy.codes.device)
+    for g, (start, stop) in enumerate(itertools.pairwise(starts)):
+        if stop > start:
+            rows, blocks = slice(start, stop), slice(start // BLOCK, stop // BLOCK)
+            dy_part, x_part = (
+                Quantised(q.codes[rows], q.scales[blocks], "128x1", q.scale_format) for q in (dy, x)
+            )
+            wgrad_fp8_matmul(dy_part, x_part, out[g])
+    return out
 
 
 def dgrad_fp8_matmul(dy: Quantised, w: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -212,12 +262,15 @@ def dgrad_fp8_matmul(dy: Quantised, w: Quantised, out_dtype: torch.dtype = torch
 
 
 def _whole_blocks(q: Quantised) -> torch.Tensor:
-    """128x1 codes [M, C] as [C, M rounded up to 128], contiguous; `triton.quantise_columns` stores exactly this."""
+    """128x1 codes [M, C] as [C, M rounded up to 128] with contiguous rows, as `triton.quantise_columns` stores them."""
     rows, columns = q.shape
     padded = -(-rows // BLOCK) * BLOCK
-    storage = q.codes.untyped_storage()
-    if q.codes.stride() == (1, padded) and storage.nbytes() >= q.codes.storage_offset() + columns * padded:
-        return torch.as_strided(q.codes, (columns, padded), (padded, 1))
+    storage, pitch = q.codes.untyped_storage(), q.codes.stride(1)
+    last = q.codes.storage_offset() + (columns - 1) * pitch + padded
+    # Of a slice only whole blocks: behind a ragged end lie the codes of other rows, not zeros.
+    whole_rows = pitch == padded or (rows % BLOCK == 0 and pitch % BLOCK == 0 and pitch > rows)
+    if q.codes.stride(0) == 1 and whole_rows and storage.nbytes() >= last:
+        return torch.as_strided(q.codes, (columns, padded), (pitch, 1))
     whole = torch.zeros(columns, padded, dtype=torch.uint8, device=q.codes.device)
     whole[:, :rows] = q.codes.view(torch.uint8).t()
     return whole.view(q.codes.dtype)
@@ -277,4 +330,10 @@ def implementations() -> dict[str, Implementation]:
     return table
 
 
-__all__ = ["accepts", "grouped_fp8_matmul", "implementations"]
+__all__ = [
+    "accepts",
+    "grouped_dgrad_fp8_matmul",
+    "grouped_fp8_matmul",
+    "grouped_wgrad_fp8_matmul",
+    "implementations",
+]

@@ -108,6 +108,30 @@ def test_grouped_gemm_is_the_gemm_of_each_expert():
         assert_same_bits(out[part], alone, f"expert {index}")
 
 
+def test_grouped_gradients_are_those_of_each_expert():
+    """dgrad and wgrad of three experts, one without rows, have the bits of one FP8 GEMM per expert."""
+    module = importlib.import_module("precision_kernels.deepgemm")
+    x, _, dy = _operands(512, 256, 384)
+    weights = [_op("quantise_weight")(normal(256, 384, seed).to(CUDA, torch.bfloat16)) for seed in (1, 2, 3)]
+    starts = [0, 256, 256, 512]
+    expert = torch.tensor([0] * 256 + [2] * 256, dtype=torch.int32, device=CUDA)
+    dy[200:256] = 0  # rows that pad an expert
+    codes = torch.stack([w.codes.view(torch.uint8) for w in weights]).view(torch.float8_e4m3fn)
+    scales = torch.stack([w.scales for w in weights])
+    rows, columns = _op("quantise_both")(dy)
+    dx = module.grouped_dgrad_fp8_matmul(rows, codes, scales, expert)
+    main = normal(3 * 256, 384, 7).to(CUDA).view(3, 256, 384)
+    dw = module.grouped_wgrad_fp8_matmul(columns, _op("quantise_columns")(x), starts, main.clone())
+    assert_same_bits(dw[1], main[1], "an expert without rows")
+    for index, part in ((0, slice(0, 256)), (2, slice(256, 512))):
+        d, dc = _op("quantise_both")(dy[part].clone())
+        assert_same_bits(dx[part], _op("dgrad_fp8_matmul")(d, weights[index]), f"dx of expert {index}")
+        alone = _op("wgrad_fp8_matmul")(dc, _op("quantise_columns")(x[part].clone()), main[index].clone())
+        assert_same_bits(dw[index], alone, f"dw of expert {index}")
+    with pytest.raises(ValueError, match="multiples of 128"):
+        module.grouped_wgrad_fp8_matmul(columns, columns, [0, 100, 512])
+
+
 def test_padding_of_wgrad_is_zero():
     """Rows beyond M in the transposed codes are zero, so a ragged number of tokens adds nothing."""
     x, _, dy = _operands(129, 128, 256)
