@@ -174,7 +174,12 @@ class WeightSync:
             yield []
             return
         with ThreadPoolExecutor(1, thread_name_prefix="weight_sync") as pool:
-            yield [pool.submit(self._from_learner, partial(_send, push=offer.push)) for offer in pushes]
+            sending = [pool.submit(self._from_learner, partial(_send, push=offer.push)) for offer in pushes]
+            try:
+                yield sending
+            except BaseException as error:  # else the pool would wait for a learner that waits for an engine
+                _give_up(pushes, f"the driver: {error}")
+                raise
 
     def check_contract(self, group: EnvRunnerGroup, runner_ids: Sequence[int] | None = None) -> None:
         """Compares the attestation of each runner with the learner's, and the weights it holds with those sent.

@@ -91,3 +91,20 @@ def test_a_transport_that_cannot_be_used_is_refused_with_the_reason(build: Make)
         WeightTransportError, match=r"weight_transport=cuda_ipc: .* not on the same GPU .*the CPU"
     ):
         build(weight_transport="cuda_ipc")
+
+
+def test_a_local_engine_that_breaks_ends_the_push(build: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error before the engine has joined the push is raised at once; the learner does not wait for the engine."""
+    algo = build()
+    monkeypatch.setattr(
+        "rllib_llm.algorithm.weight_sync.choose_transport", lambda *places: ("gloo", "planted")
+    )
+
+    def broken(update: Any) -> Any:
+        raise ZeroDivisionError("planted")
+
+    algo.env_runner.engine.update_weights = broken
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="planted"):
+        algo.train()
+    assert time.monotonic() - begin < 30
