@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,27 +17,17 @@ from rllib_llm.registry.fp8_format import serving_obstacles
 from rllib_llm.registry.hashes import file_sha256
 from rllib_llm.registry.manifest import MANIFEST_FILE, Manifest
 from rllib_llm.registry.masters import TrainedCheckpoint, load_masters, read_checkpoint
-from rllib_llm.registry.mlflow_registry import DATA_FOLDER, MANIFEST_TAG, Entry, Registry
+from rllib_llm.registry.mlflow_registry import MANIFEST_TAG, Entry, Registry
 from rllib_llm.registry.package import CARD_FILE, Record, write_package
 from rllib_llm.registry.reference import name_problems
-from rllib_llm.registry.signature import model_signature, requirements
 from rllib_llm.registry.source import Source, example_prompt, find_source, metrics_at, tracking_uri_of
+from rllib_llm.registry.upload import Upload, upload
 from rllib_llm.tracking import entries
 from rllib_llm.tracking.provenance import git_tags
-from rllib_llm.tracking.store import artifact_root
 
 __all__ = ["Registered", "register"]
 
-EXPERIMENT = "rllib_llm"
-"""MLflow experiment of models whose run is not known."""
 _PROMPT = "1 + 1 ="
-# What `mlflow.pyfunc.load_model(..., model_config=...)` may change: MLflow ignores keys that are not here.
-MODEL_CONFIG: dict[str, Any] = {
-    "policy": None,
-    "allow_other_policy": False,
-    "device": None,
-    "engine_options": {},
-}
 
 
 @dataclass(frozen=True)
@@ -90,112 +77,19 @@ def register(
         base = _base_name(registry, checkpoint)
         record = Record(_lineage(found, checkpoint, base), _attestations(found, model), metrics)
         manifest, digest = write_package(model, package, record, weights_version=checkpoint.weights_version)
-        prompt = example or _clean(example_prompt(found, registry.client), checkpoint) or _PROMPT
-        description = (package / CARD_FILE).read_text(encoding="utf-8")
-        tags = _tags(found, checkpoint, manifest, digest)
-        entry = _save(
-            registry, package, Path(folder) / "mlflow", name, alias, found, prompt, tags, metrics, description,
-            checkpoint.training_iteration,
-        )  # fmt: skip
+        what = Upload(
+            name,
+            alias,
+            found,
+            prompt=example or _clean(example_prompt(found, registry.client), checkpoint) or _PROMPT,
+            tags=_tags(found, checkpoint, manifest, digest),
+            metrics=metrics,
+            description=(package / CARD_FILE).read_text(encoding="utf-8"),
+            step=checkpoint.training_iteration,
+        )
+        entry = upload(registry, package, what)
     obstacles = tuple(serving_obstacles(model.plan, model.policy))
     return Registered(entry, registry.uri, found, checkpoint, manifest, obstacles)
-
-
-def _save(
-    registry: Registry,
-    package: Path,
-    target: Path,
-    name: str,
-    alias: str | None,
-    source: Source,
-    prompt: str,
-    tags: Mapping[str, str],
-    metrics: Mapping[str, float],
-    description: str,
-    step: int,
-) -> Entry:
-    """A logged model of the run (where known) with the package inside, and its registered version."""
-    client = registry.client
-    experiment = source.experiment_id or _experiment(registry)
-    params = {} if source.run_id is None else client.get_run(source.run_id).data.params
-    logged = client.create_logged_model(
-        experiment,
-        name=name,
-        source_run_id=source.run_id,
-        tags=dict(tags),
-        params=dict(params),
-        model_type="rllib_llm",
-    )
-    try:
-        _write_mlflow_model(package, target, logged, source.run_id, prompt, tags)
-        entry = registry.add(
-            target,
-            logged.model_id,
-            name,
-            alias=alias,
-            run_id=source.run_id,
-            tags=tags,
-            description=description,
-        )
-    except BaseException:
-        client.finalize_logged_model(logged.model_id, "FAILED")
-        raise
-    if source.run_id is not None:
-        _link(client, source.run_id, logged.model_id, metrics, step)
-    return entry
-
-
-def _write_mlflow_model(
-    package: Path, target: Path, logged: Any, run_id: str | None, prompt: str, tags: Mapping[str, str]
-) -> None:
-    """An MLflow model directory whose data folder is `package`, which is moved, not copied: it may be large."""
-    from mlflow import pyfunc
-    from mlflow.models import Model
-    from mlflow.models.model import MLMODEL_FILE_NAME
-
-    model = Model(
-        artifact_path=logged.artifact_location,
-        run_id=run_id,
-        model_uuid=logged.model_id,
-        model_id=logged.model_id,
-        metadata={key: tags[key] for key in ("policy.name", "policy.fingerprint", MANIFEST_TAG)},
-    )
-    placeholder = target.parent / "placeholder" / package.name
-    placeholder.mkdir(parents=True)
-    pyfunc.save_model(
-        path=str(target),
-        mlflow_model=model,
-        loader_module="rllib_llm.registry.pyfunc",
-        data_path=str(placeholder),
-        signature=model_signature(),
-        input_example=([prompt], {"max_tokens": 32, "temperature": 0.0}),
-        pip_requirements=requirements(),
-        model_config=dict(MODEL_CONFIG),
-    )
-    (target / DATA_FOLDER).rmdir()
-    shutil.move(str(package), target / DATA_FOLDER)
-    model.model_size_bytes = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
-    model.save(str(target / MLMODEL_FILE_NAME))
-
-
-def _link(client: Any, run_id: str, model_id: str, metrics: Mapping[str, float], step: int) -> None:
-    """Name the model among the run's outputs, and the run's metrics among the model's. The run's status stays."""
-    from mlflow.entities import LoggedModelOutput, Metric
-
-    client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
-    now = int(time.time() * 1000)
-    points = [
-        Metric(key, value, now, step, model_id=model_id, run_id=run_id) for key, value in metrics.items()
-    ]
-    if points:
-        client.log_batch(run_id, metrics=points)
-
-
-def _experiment(registry: Registry) -> str:
-    found = registry.client.get_experiment_by_name(EXPERIMENT)
-    if found is not None:
-        return str(found.experiment_id)
-    return str(registry.client.create_experiment(EXPERIMENT, artifact_root(registry.uri)))
 
 
 def _base_name(registry: Registry, checkpoint: TrainedCheckpoint) -> str:

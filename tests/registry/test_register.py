@@ -221,3 +221,22 @@ def test_models_of_other_kinds_are_counted_not_shown(store, capsys):
     assert "1 version(s) of other kinds of models are not shown" in capsys.readouterr().out
     assert main(["models", "verify", "forest/1", "--tracking-uri", store.uri]) == 2
     assert "was not made by rllib-llm models register" in capsys.readouterr().err
+
+
+def test_an_upload_that_breaks_off_leaves_no_version(store, trained, monkeypatch):
+    """The error is the store's own; the logged model is marked as failed, and there is nothing to load by name."""
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModelStatus
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(MlflowClient, "log_model_artifacts", full)
+    with pytest.raises(OSError, match="no space left"):
+        register(str(trained.path), "broken", tracking_uri=store.uri)
+    monkeypatch.undo()
+    with pytest.raises(RegistryError, match="broken/1 is not in"):
+        store.registry.find("broken/1")
+    experiment = store.client.get_run(store.run_id).info.experiment_id
+    [logged] = store.client.search_logged_models([experiment], "name = 'broken'")
+    assert logged.status == LoggedModelStatus.FAILED
