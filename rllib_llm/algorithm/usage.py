@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import metric_names as names
 from rllib_llm.algorithm.fleet import call_runners
 from rllib_llm.env_runner import Reply
+from rllib_llm.memory import peak_memory
 
 if TYPE_CHECKING:
     from ray.rllib.core.learner.learner_group import LearnerGroup
@@ -21,9 +18,8 @@ if TYPE_CHECKING:
 
     from rllib_llm.algorithm.grpo import GRPO
 
-__all__ = ["memory", "of_iteration", "peak_memory", "throughput"]
+__all__ = ["memory", "of_iteration", "throughput"]
 
-_GIB = 2.0**30
 _PHASES = (
     names.SAMPLE_TIMER,
     names.ADVANTAGE_TIMER,
@@ -76,29 +72,6 @@ def memory(learners: LearnerGroup, runners: EnvRunnerGroup, timeout_s: float) ->
     }
 
 
-def peak_memory() -> dict[str, float]:
-    """Peaks of this process since it began, in GiB: resident main memory, and what torch allocated on its GPUs.
-
-    Without a GPU in use there is no such entry: 0 would be a measurement.
-    """
-    peaks = {names.RSS_PEAK: _rss_peak_bytes() / _GIB}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        used = (torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
-        peaks[names.CUDA_PEAK] = max(used) / _GIB
-    return peaks
-
-
-def _rss_peak_bytes() -> float:
-    """VmHWM where there is /proc: Linux hands ru_maxrss on to a process's children, which start at their parent's."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return float(line.split()[1]) * 1024
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(used) * (1 if sys.platform == "darwin" else 1024)
-
-
 def _largest(peaks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     out: dict[str, float] = {}
     for peak in peaks:
@@ -111,5 +84,5 @@ def _of_learner(learner: Any) -> dict[str, float]:
 
 
 def _of_runner(runner: Any) -> Reply:
-    """The runner's process: an embedded engine lives in it."""
-    return Reply(runner.worker_index, value=peak_memory())
+    reply: Reply = runner._reply(lambda: runner.engine.peak_memory())
+    return reply

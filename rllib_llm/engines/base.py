@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from precision_policies import Attestation, PrecisionPolicy
+from rllib_llm.memory import peak_memory
 
 if TYPE_CHECKING:
     from rllib_llm.sync.packed import WeightUpdate
@@ -216,6 +217,13 @@ class RolloutEngine(ABC):
     @abstractmethod
     def attest(self) -> Attestation:
         """What this engine runs with, gathered in its own process, with hashes of the weights it holds."""
+
+    def peak_memory(self) -> dict[str, float]:
+        """GiB that the process of the engine has taken at most (`rllib_llm.memory.peak_memory`).
+
+        An engine in a process of its own overrides it.
+        """
+        return peak_memory()
 
     @abstractmethod
     def sleep(self, level: int = 1) -> None:

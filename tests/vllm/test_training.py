@@ -69,6 +69,8 @@ def test_training_is_exactly_on_policy_and_survives_the_death_of_vllm(algorithm:
     for _ in range(2):
         mismatch = algorithm.train()[names.MISMATCH]
         assert (mismatch["max_abs"], mismatch["bit_equal_share"]) == (0, 1)
+    memory = algorithm.metrics.peek(names.MEMORY)
+    assert memory["engine_rss_peak_gib"] != memory["learner_rss_peak_gib"], "vLLM's own process is asked"
     assert set(algorithm.weights.transports.values()) == {"cuda_ipc" if DEVICE == "cuda" else "object_store"}
     algorithm.env_runner_group.foreach_env_runner(_kill_engine, local_env_runner=False)
     assert algorithm.train()[names.NUM_EMPTY_SAMPLES] == 1, "the iteration in which vLLM died has no samples"

@@ -286,6 +286,11 @@ class VLLMEngine(RolloutEngine):
         attestation: Attestation = self._call("attest")
         return attestation
 
+    def peak_memory(self) -> dict[str, float]:
+        self._require_open()
+        peaks: dict[str, float] = self._call("peak_memory")
+        return peaks
+
     def sleep(self, level: int = 1) -> None:
         if level not in (1, 2):
             raise ValueError(f"sleep(level={level}): 1 frees the KV cache and parks weights, 2 drops both")

@@ -27,6 +27,7 @@ from rllib_llm.engines.base import (
 )
 from rllib_llm.engines.vllm import compat
 from rllib_llm.engines.vllm.background import Background
+from rllib_llm.memory import peak_memory
 from rllib_llm.models.checkpoint import load_pretrained
 from rllib_llm.sync.packed import WeightChunk, WeightUpdate
 from rllib_llm.sync.stream import Groups, StreamOffer
@@ -189,6 +190,10 @@ class VLLMWorker:
         """The weights of a model directory, rounded and quantised as an export of them would be."""
         loaded = load_pretrained(path, self.policy, "rollout", allow_other_policy=allow_other_policy)
         self.load(CHECKPOINT_VERSION, loaded.named_buffers())
+
+    def peak_memory(self) -> dict[str, float]:
+        """`rllib_llm.memory.peak_memory` of this process; what vLLM's sleep allocator holds is not torch's."""
+        return peak_memory()
 
     def attest(self) -> Attestation:
         """The statement of this process; on CUDA the attention operator is the one that vLLM's layers are
