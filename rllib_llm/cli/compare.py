@@ -170,11 +170,18 @@ def read_plan(directory: Path, concurrent: int | None) -> Plan:
         raise UsageError(
             f"{directory} has no {' and no '.join(missing)}; give a directory made by rllib-llm compare."
         )
-    description = json.loads(files[1].read_text(encoding="utf-8"))
-    planned, arms = description["planned"], description["arms"]
-    policies = tuple(load_policy(arms[name]["definition"]) for name in planned["arms"])
+    try:
+        description = json.loads(files[1].read_text(encoding="utf-8"))
+        planned, arms = description["planned"], description["arms"]
+        policies = tuple(load_policy(arms[name]["definition"]) for name in planned["arms"])
+        seeds, iterations = tuple(planned["seeds"]), int(planned["iterations"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{files[1]} does not hold the plan of a comparison ({type(error).__name__}: {error}); its raw results can "
+            f"still be reported: rllib-llm report {directory}"
+        ) from error
     experiment = load_experiment(files[0])
-    return Plan(experiment, policies, tuple(planned["seeds"]), planned["iterations"], concurrent)
+    return Plan(experiment, policies, seeds, iterations, concurrent)
 
 
 def _run(plan: Plan, directory: Path, options: Options, *, resume: bool) -> int:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from rllib_llm.algorithm.grpo import GRPO
     from rllib_llm.episode import TextEpisode
 
-SAMPLES = "samples"  # key of a result: list of {"prompt": …, "completion": …, "reward": …}
+# Key of a result: tuple of {"prompt": …, "completion": …, "reward": …}. Tune's TensorBoard logger would try to make a
+# histogram of a list, and print it all in a warning.
+SAMPLES = "samples"
 ATTESTATIONS = "attestations"  # key of a process's first result: {side: {key: value}}
 SAMPLES_SHOWN = 8
 MAX_CHARACTERS = 4000
@@ -25,7 +27,7 @@ def report(algorithm: GRPO, episodes: Sequence[TextEpisode], first: bool) -> dic
     episodes: those of the iteration, of which up to 8 are shown, evenly spread. first: whether the attestations that
     were compared when the runners got their first weights are given too.
     """
-    out: dict[str, Any] = {SAMPLES: _rows(episodes, algorithm.settings.model.path)}
+    out: dict[str, Any] = {SAMPLES: tuple(_rows(episodes, algorithm.settings.model.path))}
     if first:
         out[ATTESTATIONS] = algorithm.monitor.guard.get_state()["baseline"]
     return out

@@ -2,13 +2,16 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from mlflow import MlflowClient
 
+from precision_policies import load_policy
 from rllib_llm.cli import main
 from rllib_llm.cli.main import build_parser
-from rllib_llm.compare import experiment, read_curves
+from rllib_llm.compare import CurveWriter, experiment, read_curves
+from rllib_llm.experiment_file import load_experiment
 
 SMALL = [
     "rollout.prompts_per_iteration=2",
@@ -117,6 +120,41 @@ def test_a_finished_comparison_may_be_resumed(resumed, capsys):
     assert main(["compare", "--resume", str(directory)]) == 0
     assert "2 of 2 cells finished" in capsys.readouterr().out
     assert len((directory / "curves.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        ("Traceback (most recent call last):\n  File x\nValueError: no\n", "failed", "ValueError: no"),
+        ("x.PrecisionHalt: the guard stopped\n  hint: one\n", "halted", "x.PrecisionHalt: the guard stopped"),
+        ("", "failed", "no error text"),
+    ],
+)
+def test_a_cell_that_an_error_ends_is_failed_or_halted(tmp_path, error, status, reason):
+    """The error's own line is the reason; the guard's halt is told from other errors."""
+    (tmp_path / "error.txt").write_text(error)
+    config = {"precision_config": {"policy": "bf16"}, "seed": 3}
+    trial = SimpleNamespace(
+        config=config, error_file=str(tmp_path / "error.txt"), path=str(tmp_path / "cell")
+    )
+    plan = experiment.Plan(load_experiment("quickstart"), (load_policy("bf16"),), (3,), 5)
+    writer = CurveWriter(tmp_path)
+    callback = experiment.CellCallback(plan, writer, SimpleNamespace(requested=False))
+    callback.on_trial_start(1, [trial], trial)
+    assert writer.states == {("bf16", 3): ("running", "")}
+    cell = load_experiment(tmp_path / "cell" / "experiment.yaml")
+    assert (cell.run.seed, cell.run.iterations) == (3, 5)
+    assert load_policy(cell.precision.policy).fingerprint == load_policy("bf16").fingerprint
+    callback.on_trial_error(1, [trial], trial)
+    assert writer.states == {("bf16", 3): (status, reason)}
+
+
+def test_results_without_a_plan_are_no_comparison_to_go_on_with(tmp_path, capsys):
+    """A compare.json of another program describes results; what to train it does not say."""
+    (tmp_path / "experiment.yaml").write_text("model: tiny-chain\n")
+    (tmp_path / "compare.json").write_text('{"planned": {"arms": ["a"]}, "arms": {"a": {"policy": "bf16"}}}')
+    assert main(["compare", "--resume", str(tmp_path)]) == 2
+    assert "does not hold the plan of a comparison (KeyError: 'definition')" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
