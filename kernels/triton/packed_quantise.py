@@ -1,4 +1,4 @@
-"""`quantise_both` for bf16, packed by fours: a tile of 128 x 128 and both sets of its scales fit 128 registers."""
+"""`quantise_both` for bf16, packed by fours: a tile of 128 x 128 and both sets of its scales in registers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from precision_kernels.triton.packed import is_packable, lane, larger, largest, 
 
 _WIDTH = tl.constexpr(32)
 """Quads of a tile's row: one 1x128 block."""
+_REGISTERS = 168
+"""Three programs of 4 warps fit a multiprocessor: 0.127 ms for 8192 x 12288, 8 warps 0.144 (2026-11-29, one H200)."""
 
 
 @triton.jit
@@ -87,7 +89,7 @@ def launch(x, codes, scales, words, scales_t, ue8m0: bool, floor: float) -> None
     m, k = x.shape
     _both_kernel[(triton.cdiv(k, 4 * _WIDTH.value), triton.cdiv(m, 128))](
         quads(x), codes.view(torch.int32), scales, words, scales_t, m, k // 4, x.stride(0) // 4, scales.stride(1),
-        words.stride(0), floor, UE8M0=ue8m0, num_warps=8, enable_fp_fusion=False,
+        words.stride(0), floor, UE8M0=ue8m0, num_warps=4, maxnreg=_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -138,7 +138,8 @@ def launch(
         codes.view(torch.int32) if quantise else codes, scales, d // 4, d, x.stride(0) // 4, scales.stride(1), eps,
         floor, ADD=residual is not None, WRITE=write, QUANTISE=quantise, UE8M0=ue8m0, CHUNKS=chunks,
         REPEATS=width // lanes, LANES=lanes, LOG2=width.bit_length() - 1,
-        EVEN=d == chunks * width * 4, num_warps=chunks, enable_fp_fusion=False,
+        EVEN=d == chunks * width * 4, num_warps=chunks,
+        maxnreg=128 if quantise and chunks == 1 else None, enable_fp_fusion=False,
     )  # fmt: skip
 
 
