@@ -130,11 +130,13 @@ def _finish(device: torch.device) -> None:
 # ---------------------------------------------------------------------- broadcast
 
 
-def open_group(backend: str, store: Any, rank: int, world: int, timeout_s: float) -> Any:
+def open_group(backend: str, store: Any, address: str, rank: int, world: int, timeout_s: float) -> Any:
     """A process group of its own, apart from `torch.distributed`'s default group; blocks until all ranks came.
 
     Args:
         backend: "nccl" or "gloo".
+        address: numeric address of this process on the network of the group, for gloo: it would look its own host's
+            name up, which takes long where no name server answers, and finds the wrong network on hosts with several.
 
     Raises:
         WeightTransportError: it could not be formed.
@@ -143,7 +145,10 @@ def open_group(backend: str, store: Any, rank: int, world: int, timeout_s: float
 
     try:
         if backend == "gloo":
-            return distributed.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
+            gloo = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
+            gloo._timeout = timedelta(seconds=timeout_s)
+            return distributed.ProcessGroupGloo(store, rank, world, gloo)
         options = distributed.ProcessGroupNCCL.Options()
         # Our own waits end first: NCCL's watchdog would end the process.
         options._timeout = timedelta(seconds=2 * timeout_s + 60)

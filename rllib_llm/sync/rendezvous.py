@@ -6,6 +6,7 @@ all: no engine applies anything unless every engine has verified everything.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,6 +29,13 @@ def serve(host: str, timeout_s: float) -> Any:
 def connect(host: str, port: int, timeout_s: float) -> Any:
     """A client of `serve`'s store."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def own_address(host: str, port: int) -> str:
+    """Numeric address under which this process is seen from ``host:port``."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 class Meeting:

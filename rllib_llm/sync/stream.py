@@ -35,7 +35,7 @@ from rllib_llm.sync.channels import (
 from rllib_llm.sync.layout import ALIGN, Piece, buckets, nbytes, used
 from rllib_llm.sync.packed import dtype_name
 from rllib_llm.sync.receiver import Batch, Incoming
-from rllib_llm.sync.rendezvous import Meeting, connect, serve
+from rllib_llm.sync.rendezvous import Meeting, connect, own_address, serve
 from rllib_llm.sync.topology import STREAMED, Transport, WeightTransportError
 from rllib_llm.sync.verify import WeightManifest
 
@@ -73,25 +73,45 @@ class StreamOffer:
 
 
 class Groups:
-    """The process group for broadcasts that one process keeps from push to push: at most one."""
+    """What one process keeps from push to push: its connection to the learner's store, and one group for broadcasts."""
 
     def __init__(self) -> None:
         self._name, self._group = "", None
+        self._address, self._store = ("", 0), None
+
+    def connect(self, offer: StreamOffer) -> Any:
+        """A client of the offer's store.
+
+        Raises:
+            WeightTransportError: it cannot be reached.
+        """
+        if self._store is None or self._address != (offer.host, offer.port):
+            try:
+                self._store = connect(offer.host, offer.port, offer.timeout_s)
+            except RuntimeError as error:
+                raise WeightTransportError(
+                    f"the learner's store at {offer.host}:{offer.port} cannot be reached: {error}"
+                ) from error
+            self._address = (offer.host, offer.port)
+        return self._store
 
     def get(self, offer: StreamOffer, store: Any, rank: int) -> Any:
         """The group of the offer, formed if it is not the one of the last push."""
         if self._name != offer.group:
             self.close()
             prefixed = PrefixStore(f"group/{offer.group}", store)
-            self._group = open_group(offer.transport, prefixed, rank, offer.engines + 1, offer.timeout_s)
+            address = own_address(offer.host, offer.port)
+            self._group = open_group(
+                offer.transport, prefixed, address, rank, offer.engines + 1, offer.timeout_s
+            )
             self._name = offer.group
         return self._group
 
     def close(self) -> None:
-        """End the group."""
+        """End the group, and the connection, which may be what broke."""
         if self._group is not None:
             close_group(self._group)
-        self._name, self._group = "", None
+        self._name, self._group, self._store = "", None, None
 
 
 def give_up(offer: StreamOffer, why: str) -> None:
@@ -243,12 +263,7 @@ class StreamIncoming(Incoming):
 
     def __init__(self, offer: StreamOffer, device: torch.device, groups: Groups) -> None:
         self.offer, self.manifest, self.device, self.groups = offer, offer.manifest, device, groups
-        try:
-            self._store = connect(offer.host, offer.port, offer.timeout_s)
-        except RuntimeError as error:
-            raise WeightTransportError(
-                f"the learner's store at {offer.host}:{offer.port} cannot be reached: {error}"
-            ) from error
+        self._store = groups.connect(offer)
         self.meeting = Meeting(self._store, offer.push, offer.engines, offer.timeout_s)
         self._phase, self._sent = "ready", 0
         self._channel: ReceivingEnd | None = None
