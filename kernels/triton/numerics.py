@@ -213,10 +213,15 @@ def fold(v, LOG2: tl.constexpr):
 @triton.jit
 def exp(x):
     """e^x: ``reference.exact.exp``, the same multiplications and additions in the same order."""
-    x = tl.where(x < -88.0, -88.0, x)
-    x = tl.where(x > 89.0, 89.0, x)
+    if INTERPRETED:
+        x = tl.where(x < -88.0, -88.0, x)
+        x = tl.where(x > 89.0, 89.0, x)
+    else:
+        x = tl.maximum(x, -88.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, 89.0, propagate_nan=tl.PropagateNan.ALL)
     # Adding 1.5 * 2^23 rounds to an integer, to nearest even.
-    k = (x * 1.4426950408889634 + 12582912.0) - 12582912.0
+    shifted = x * 1.4426950408889634 + 12582912.0
+    k = shifted - 12582912.0
     r = (x - k * 0.693359375) - k * -2.1219444005469057e-4
     p = r * 1.9875691500e-4
     p = (p + 1.3981999507e-3) * r
@@ -224,7 +229,8 @@ def exp(x):
     p = (p + 4.1665795894e-2) * r
     p = (p + 1.6666665459e-1) * r
     p = (p + 5.0000001201e-1) * r * r + r + 1.0
-    power = ((k.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    # The low bits of 1.5 * 2^23 + k are k; shifted they leave nothing of the constant. k = 128 gives infinity.
+    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
     return p * power
 
 
@@ -245,8 +251,7 @@ def silu_bf16(g):
     p = tl.fma(p, r, 1.6666665459e-1)
     p = tl.fma(p, r, 5.0000001201e-1)
     p = tl.fma(tl.fma(p, r, 1.0), r, 1.0)
-    # The low bits of 1.5 * 2^23 + k are k; shifted they leave nothing of the constant. k = 128 gives infinity.
-    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
+    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)  # as in `exp`
     # Numerator and denominator are quartered: the reciprocal of 2^126 < 1 + e^x < 2^128 would be subnormal.
     return (g * 0.25) * reciprocal(tl.fma(p * power, 0.25, 0.25))
 
