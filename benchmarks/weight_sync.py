@@ -3,7 +3,7 @@
     python benchmarks/weight_sync.py --shape qwen3-8b --out benchmarks/results/weight_sync_h200.json
     python benchmarks/weight_sync.py --reload --shape qwen3-8b --out r.json       # vLLM's own reload_weights, stock FP8
 
-Weights are random. The engine's side is the rollout `CausalLM` in a Ray actor (what vLLM runs here, without vLLM):
+Weights are random. The engine's side is the rollout `CausalLM` (what vLLM runs, without vLLM), in a process of its own:
 it verifies, applies and hashes as an engine does. A push is timed from the learner's changed weights to the compared
 receipt: quantisation and hashing of the manifest, both readings, the copy, and the hashes of what is then held.
 """
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +72,6 @@ class Holder:
     def where(self) -> Any:
         return self.place
 
-    def stage(self, chunk: Any) -> None:
-        self.chunks.append(chunk)
-
-    def apply(self) -> tuple[Any, int]:
-        from rllib_llm.sync.packed import WeightUpdate
-
-        chunks, self.chunks = self.chunks, []
-        return self.take(WeightUpdate.assemble(chunks))
-
     def take(self, update: Any) -> tuple[Any, int]:
         """(receipt, most GPU bytes beyond the weights)."""
         from rllib_llm.sync.take import take_update
@@ -95,25 +88,54 @@ class Holder:
         return torch.cuda.memory_allocated()
 
 
+def serve_holder(pipe: Any, shape: str, policy: str, device: str) -> None:
+    """The holder's process: calls come and answers go through a pipe."""
+    holder = Holder(shape, policy, device)
+    while True:
+        method, arguments = pipe.recv()
+        try:
+            pipe.send((True, getattr(holder, method)(*arguments)))
+        except Exception as error:
+            pipe.send((False, repr(error)))
+
+
+class Remote:
+    """A `Holder` in another process."""
+
+    def __init__(self, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve_holder, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+
+    def start(self, method: str, *arguments: Any) -> None:
+        self.pipe.send((method, arguments))
+
+    def finish(self, timeout_s: float = 120.0) -> Any:
+        if not self.pipe.poll(timeout_s):
+            raise TimeoutError(f"no answer within {timeout_s} s")
+        good, value = self.pipe.recv()
+        if not good:
+            raise RuntimeError(value)
+        return value
+
+
 class Bench:
     """A learner's model here and a `Holder` in another process, under one policy."""
 
     def __init__(self, args: argparse.Namespace, policy: str) -> None:
-        import ray
-
         from precision_policies import load_policy
         from rllib_llm.attest import prepare_process
         from rllib_llm.models import build_model
 
         self.args, self.policy, self.device = args, policy, args.device
         prepare_process(load_policy(policy), "torch", self.device)
+        self.holder = Remote(args.shape, policy, self.device)
+        self.holder.start("where")
         with torch.device(self.device):
             self.model = build_model(make_config(args.shape), policy, "train")
         self.change()
-        environment = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-        remote = ray.remote(num_cpus=1, num_gpus=0)(Holder).options(runtime_env={"env_vars": environment})
-        self.holder = remote.remote(args.shape, policy, self.device)
-        self.place = ray.get(self.holder.where.remote())
+        self.place = self.holder.finish()
         self.version = 0
 
     def change(self) -> None:
@@ -131,7 +153,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
         begin = time.perf_counter()
-        made, (receipt, theirs), hashes = getattr(self, f"_{transport}")()
+        made, (receipt, theirs), hashes = getattr(self, f"_{transport}", partial(self._stream, transport))()
         wait(self.device)
         seconds = time.perf_counter() - begin
         assert dict(receipt.hashes) == dict(hashes)
@@ -151,8 +173,6 @@ class Bench:
         return time.perf_counter() - begin, manifest
 
     def _stream(self, transport: Any) -> Any:
-        import ray
-
         from rllib_llm.sync.stream import WeightSender
 
         if not hasattr(self, "sender"):
@@ -160,51 +180,39 @@ class Bench:
         made, manifest = self._manifest()
         [offer] = self.sender.offer(manifest, transport, [self.place.identity])
         thread = threading.Thread(target=self.sender.send, args=(offer.push, self.model.rollout_tensors))
-        answer = self.holder.take.remote(offer)
+        self.holder.start("take", offer)
         thread.start()
-        result = ray.get(answer)
+        result = self.holder.finish()
         thread.join()
         return made, result, manifest.hashes
 
-    def _cuda_ipc(self) -> Any:
-        return self._stream("cuda_ipc")
-
-    def _gloo(self) -> Any:
-        return self._stream("gloo")
-
-    def _object_store(self) -> Any:
-        import ray
-
-        from rllib_llm.engines.vllm.engine import CHUNK_BYTES
+    def _host_memory(self) -> Any:
+        """What the object store does, without Ray's copies: to the host, verified and applied from there."""
         from rllib_llm.sync.export import export_weights
 
         begin = time.perf_counter()
         update = export_weights(self.model, self.version)
         made = time.perf_counter() - begin
-        for chunk in update.split(CHUNK_BYTES):
-            ray.get(self.holder.stage.remote(chunk))
-        return made, ray.get(self.holder.apply.remote()), update.hashes
+        return made, self._local().take(update), update.hashes
+
+    def _local(self) -> Holder:
+        if not hasattr(self, "local"):
+            self.local = Holder(self.args.shape, self.policy, self.device)
+        return self.local
 
     def _in_process(self) -> Any:
         from rllib_llm.sync.receiver import InProcessUpdate
 
-        if not hasattr(self, "local"):
-            self.local = Holder(self.args.shape, self.policy, self.device)
         made, manifest = self._manifest()
-        return made, self.local.take(InProcessUpdate(manifest, self.model.rollout_tensors)), manifest.hashes
+        return (
+            made,
+            self._local().take(InProcessUpdate(manifest, self.model.rollout_tensors)),
+            manifest.hashes,
+        )
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    import ray
-
     rows = []
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=args.store_gib << 30,
-    )
     for policy in args.policies:
         bench = Bench(args, policy)
         size = sum(t.numel() * t.element_size() for _, t in bench.model.rollout_tensors())
@@ -225,11 +233,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             } | {key: statistics.median(p[key] for p in kept) for key in kept[0]}  # fmt: skip
             print(json.dumps(row), flush=True)
             rows.append(row)
-        ray.kill(bench.holder)
+        bench.holder.process.kill()
         del bench
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    ray.shutdown()
     return rows
 
 
@@ -248,16 +255,9 @@ def measure_reload(args: argparse.Namespace) -> list[dict[str, Any]]:
     directory = tempfile.mkdtemp()
     config.save_pretrained(directory)
     llm = LLM(
-        directory,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_batched_tokens=256,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=1 << 30,
-        gpu_memory_utilization=0.3,
-    )
+        directory, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=256, max_num_seqs=4,
+        max_num_batched_tokens=256, kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.3,
+    )  # fmt: skip
     tensors = list(checkpoint_tensors(args.shape))
     seconds = []
     for _ in range(args.repeats):
@@ -325,12 +325,11 @@ def main() -> None:
     parser.add_argument(
         "--transports",
         nargs="+",
-        default=["in_process", "cuda_ipc", "object_store:1"],
+        default=["in_process", "cuda_ipc", "host_memory:2"],
         help="with ':n' for n pushes",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--store-gib", type=int, default=24)
     parser.add_argument("--reload", action="store_true", help="measure stock vLLM's reload_weights instead")
     parser.add_argument("--out", type=Path)
     parser.add_argument(
