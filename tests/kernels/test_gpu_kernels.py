@@ -91,6 +91,20 @@ def test_gemm_rows_do_not_depend_on_the_batch(n, k):
             assert_same_bits(product(x[-m:]), full[-m:], f"{name} last {m}")
 
 
+@pytest.mark.parametrize("m", [128, 129, 300, 1024])
+def test_cublaslt_computes_the_weight_gradient(m):
+    """cuBLASLt's product of 1x128 blocks agrees with the definition to 2^-11, repeats its bits, adds to an output."""
+    wgrad = importlib.import_module("precision_kernels.cublaslt").wgrad_fp8_matmul
+    x, _, dy = _operands(m, 384, 256)
+    dc, xc = _op("quantise_columns")(dy), _op("quantise_columns")(x)
+    expected = matmul.wgrad_fp8_matmul(dc, xc)
+    got, main = wgrad(dc, xc), normal(384, 256, 7).to(CUDA)
+    assert got.dtype == torch.float32
+    assert _error(got, expected) < 2.0**-11
+    assert_same_bits(wgrad(dc, xc), got, "repeated")
+    assert _error(wgrad(dc, xc, main.clone()), expected + main) < 2.0**-11
+
+
 def test_grouped_gemm_is_the_gemm_of_each_expert():
     """Rows routed to three experts in one call have the bits of one FP8 GEMM per expert; padding rows are skipped."""
     grouped = importlib.import_module("precision_kernels.deepgemm").grouped_fp8_matmul

@@ -1,0 +1,55 @@
+"""cuBLASLt's block-scaled FP8 GEMM for the weight gradient, behind ``reference.matmul.wgrad_fp8_matmul``.
+
+Both operands are 1x128 along the contraction (the tokens), which DeepGEMM multiplies with a kernel that adds into
+zero-filled memory; cuBLASLt (12.9 and later, Hopper only) writes its result. `torch.nn.functional.scaled_mm` calls it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from precision_kernels import deepgemm
+from precision_kernels.dispatch import Implementation
+from precision_kernels.reference.formats import BLOCK, Quantised
+from precision_kernels.reference.matmul import _expect, _same_contraction
+
+if not hasattr(F, "scaled_mm"):
+    raise ImportError(
+        f"torch {torch.__version__} has no torch.nn.functional.scaled_mm to multiply FP8 blocks with; 2.10 or later has"
+    )
+_BLOCKS = F.ScalingType.BlockWise1x128
+
+
+@torch.library.custom_op("precision_kernels::cublaslt_fp8_wgrad", mutates_args=())
+def _wgrad_op(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor
+) -> torch.Tensor:
+    """fp32 a [N, M] @ b [K, M].T, e4m3 with contiguous rows; scales [N, M/128] and [K, M/128], column-major."""
+    return F.scaled_mm(a, b.t(), a_scales, _BLOCKS, b_scales, _BLOCKS, output_dtype=torch.float32)
+
+
+@_wgrad_op.register_fake
+def _(a, a_scales, b, b_scales):
+    return torch.empty(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
+
+
+def wgrad_fp8_matmul(dy: Quantised, x: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``reference.matmul.wgrad_fp8_matmul``: dy [M, N].T @ x [M, K], both 128x1, -> fp32 [N, K], added to ``out``.
+
+    An ``out`` to add to, and shapes that cuBLASLt does not take (N or K not a multiple of 16), go to DeepGEMM's road.
+    """
+    if out is not None or dy.shape[1] % 16 or x.shape[1] % 16 or dy.shape[0] <= BLOCK:
+        return deepgemm.wgrad_fp8_matmul(dy, x, out)
+    _expect("wgrad_fp8_matmul", dy=(dy, "128x1"), x=(x, "128x1"))
+    _same_contraction("wgrad_fp8_matmul", "dy rows", dy.shape[0], "x rows", x.shape[0])
+    return _wgrad_op(deepgemm._whole_blocks(dy), dy.scales.t(), deepgemm._whole_blocks(x), x.scales.t())
+
+
+def implementations() -> dict[str, Implementation]:
+    """The weight gradient; its version names the CUDA of cuBLASLt and what serves the other calls."""
+    version = f"torch-{torch.__version__}+deep_gemm-{deepgemm.deep_gemm.__version__}"
+    return {"wgrad_fp8_matmul": Implementation("cublaslt.wgrad_fp8_matmul", version, wgrad_fp8_matmul)}
+
+
+__all__ = ["implementations", "wgrad_fp8_matmul"]
