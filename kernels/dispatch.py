@@ -53,6 +53,7 @@ OPERATORS: tuple[str, ...] = (
     "rotary_cos_sin",
     "rotary",
     "rotary_backward",
+    "norm_rotary",
     "allocate_kv_cache",
     "attention",
     "attention_backward",

@@ -229,6 +229,21 @@ def rotary(
     return _Rotary.apply(q, k, positions, cos_sin)
 
 
+def norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotary` of the heads of `rms_norm`, for inference: q [T, H, D], k [T, Hkv, D], weights [D]; bits of the two."""
+    _inference_only("norm_rotary", q, k, q_weight, k_weight)
+    fused = implementation("norm_rotary", q.device.type)
+    return fused(q, k, q_weight, k_weight, eps, positions, cos_sin)
+
+
 def allocate_kv_cache(
     rows: int,
     max_len: int,

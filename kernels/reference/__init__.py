@@ -11,6 +11,7 @@ from precision_kernels.reference.exact import align, exp, lane_sum, log
 from precision_kernels.reference.formats import BLOCK, FP8, FP8_MAX, SCALE_FLOOR, Quantised
 from precision_kernels.reference.fused import (
     add_rms_norm_quantise,
+    norm_rotary,
     rms_norm_quantise,
     silu_mul_backward_saved,
     silu_mul_quantise,
@@ -68,6 +69,7 @@ __all__ = [
     "log",
     "log_softmax",
     "log_softmax_backward",
+    "norm_rotary",
     "pack_weight",
     "quantise_activation",
     "quantise_both",

@@ -1,5 +1,5 @@
-"""Producer + quantiser in one call. By definition the composition of the two, bit for bit; a kernel may
-fuse them.
+"""Two operators in one call, a producer and its quantiser or a norm and its rotation. By definition the composition
+of the two, bit for bit; a kernel may fuse them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from precision_kernels.reference.activation import silu_mul, silu_mul_backward
 from precision_kernels.reference.formats import SCALE_FLOOR, Quantised, ScaleFormat
 from precision_kernels.reference.norm import add_rms_norm, rms_norm
 from precision_kernels.reference.quantise import quantise_activation
+from precision_kernels.reference.rotary import rotary
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -39,6 +40,19 @@ def add_rms_norm_quantise(
     """`add_rms_norm` then `quantise_activation`: (1x128 codes of y, new residual [M, D], rstd fp32 [M, 1])."""
     y, summed, rstd = add_rms_norm(_rows(x), _rows(residual), weight, eps)
     return quantise_activation(y, scale_format, scale_floor), summed, rstd
+
+
+def norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` of each head of q [T, H, D] and k [T, Hkv, D], weights [D], then `rotary`: both like their input."""
+    return rotary(rms_norm(q, q_weight, eps)[0], rms_norm(k, k_weight, eps)[0], positions, cos_sin)
 
 
 def silu_mul_quantise(

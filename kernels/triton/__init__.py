@@ -10,7 +10,7 @@ import triton
 
 from precision_kernels.dispatch import Implementation, bind
 from precision_kernels.reference.rotary import rotary_cos_sin
-from precision_kernels.triton import activation, digest, logprobs, matmul, norm, quantise, rotary
+from precision_kernels.triton import activation, digest, logprobs, matmul, norm, norm_rotary, quantise, rotary
 
 _FUNCTIONS = (
     quantise.quantise_activation,
@@ -30,6 +30,7 @@ _FUNCTIONS = (
     activation.silu_mul_backward_saved,
     rotary.rotary,
     rotary.rotary_backward,
+    norm_rotary.norm_rotary,
     logprobs.token_logprobs,
     logprobs.token_logprobs_backward,
     logprobs.log_softmax,

@@ -16,6 +16,8 @@ from precision_kernels.triton.numerics import amax_of, block_scale, divide_by_sc
 from precision_kernels.triton.packed import add, is_packable, largest, lifted, normalise, quads, unpack
 
 _NARROWEST, _WIDEST = 1024, 8 * SUM_CHUNK
+_FEW_ROWS = 264
+"""Two rows per multiprocessor: with fewer the GPU is not full, and more warps per row shorten the wait for one row."""
 
 
 @triton.jit
@@ -138,7 +140,7 @@ def launch(
         codes.view(torch.int32) if quantise else codes, scales, d // 4, d, x.stride(0) // 4, scales.stride(1), eps,
         floor, ADD=residual is not None, WRITE=write, QUANTISE=quantise, UE8M0=ue8m0, CHUNKS=chunks,
         REPEATS=width // lanes, LANES=lanes, LOG2=width.bit_length() - 1,
-        EVEN=d == chunks * width * 4, num_warps=chunks,
+        EVEN=d == chunks * width * 4, num_warps=chunks if m > _FEW_ROWS else 4 * chunks,
         maxnreg=128 if quantise and chunks == 1 else None, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -205,14 +205,14 @@ class CausalLM(nn.Module):
             if isinstance(module, PlannedModule):
                 module.forget_operands()
 
-    def fuse_quantisers(self) -> None:
-        """Rollout side: let norms and SiLU write fp8 codes directly (`DecoderLayer.fuse_quantisers`); same bits.
+    def fuse_operators(self) -> None:
+        """Rollout side: let neighbouring operators of a layer share a launch (`DecoderLayer.fuse`); same bits.
 
         For engines that need the speed; `rllib_llm.mismatch` traces the operators one by one.
         """
-        self._require_side("rollout", "fusing quantisers")
+        self._require_side("rollout", "fusing operators")
         for layer in self.model.layers:
-            cast(DecoderLayer, layer).fuse_quantisers()
+            cast(DecoderLayer, layer).fuse()
 
     def rollout_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of everything the rollout side needs, quantised here from the master weights."""

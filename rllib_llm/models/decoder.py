@@ -12,6 +12,7 @@ from precision_kernels import (
     Quantised,
     Remake,
     attention,
+    norm_rotary,
     rotary,
     silu_mul,
     silu_mul_quantise,
@@ -51,6 +52,7 @@ class SelfAttention(nn.Module):
         self.o_proj = PlannedLinear(plan[f"{name}.o_proj"], policy, side)
         self.qkv = JointProjections((self.q_proj, self.k_proj, self.v_proj))
         self.qk_norm = arch.qk_norm
+        self.fuse_norm_rotary = False
         if arch.qk_norm:
             self.q_norm = PlannedNorm(plan[f"{name}.q_norm"], policy, side, arch.rms_eps)
             self.k_norm = PlannedNorm(plan[f"{name}.k_norm"], policy, side, arch.rms_eps)
@@ -62,9 +64,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x, remake)
         q = q.view(-1, self.heads, self.head_dim)
         k, v = k.view(-1, self.kv_heads, self.head_dim), v.view(-1, self.kv_heads, self.head_dim)
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotary(q, k, context.positions, context.table)
+        q, k = self._place(q, k, context)
         if v.requires_grad and not self.qk_norm:
             v = (
                 v.contiguous()
@@ -72,6 +72,15 @@ class SelfAttention(nn.Module):
         out = self.attend(q, k, v, context, cache)
         out = out.reshape(out.shape[0], -1)
         return self.o_proj(out, Remake.kept(out))  # the attention keeps its result
+
+    def _place(self, q: torch.Tensor, k: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """Heads normalised, where the family does that, and turned to their positions."""
+        if self.qk_norm and self.fuse_norm_rotary:
+            weights = self.q_norm.weight, self.k_norm.weight
+            return norm_rotary(q, k, *weights, self.q_norm.eps, context.positions, context.table)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotary(q, k, context.positions, context.table)
 
     @staticmethod
     def attend(
@@ -137,8 +146,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Any, torch.Tensor]:
         return norm.add_quantise(x, residual) if quantise else norm.add(x, residual)
 
-    def fuse_quantisers(self) -> None:
-        """Inference: norms and SiLU hand codes to fp8 linears, without the bf16 values between; same bits."""
+    def fuse(self) -> None:
+        """Inference: norms and SiLU hand codes to fp8 linears, heads are normalised and turned at once; same bits."""
+        self.self_attn.fuse_norm_rotary = True
         self.quantise_input = tuple(
             first.formats.forward == "fp8" for first in (self.self_attn.q_proj, self.mlp.gate_proj)
         )

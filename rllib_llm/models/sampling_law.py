@@ -75,10 +75,12 @@ def truncated_logits(
         banned_ids, banned_rows: ids of probability 0 in the rows where bool [T] is True (the first
             `min_tokens` of an answer ban the stop ids).
     """
-    # A 0-d tensor, as in precision_kernels: with a Python number CUDA would multiply by the reciprocal.
-    # Filled on the device: torch.tensor(..., device=) copies from pageable memory, which waits for the stream.
-    divisor = torch.full((), effective_temperature(temperature), dtype=torch.float32, device=logits.device)
-    scaled = logits / divisor
+    scaled = logits
+    if effective_temperature(temperature) != 1.0:
+        # A 0-d tensor, as in precision_kernels: with a Python number CUDA would multiply by the reciprocal.
+        # Filled on the device: torch.tensor(..., device=) copies from pageable memory, which waits for the stream.
+        divisor = torch.full((), temperature, dtype=torch.float32, device=logits.device)
+        scaled = logits / divisor
     if banned_ids and banned_rows is not None:
         banned = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         banned[list(banned_ids)] = True

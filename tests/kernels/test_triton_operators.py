@@ -20,7 +20,7 @@ REFERENCE = {
 }
 TRITON = {
     name: importlib.import_module(f"precision_kernels.triton.{name}")
-    for name in ("quantise", "norm", "activation", "rotary", "logprobs", "matmul")
+    for name in ("quantise", "norm", "norm_rotary", "activation", "rotary", "logprobs", "matmul")
 }
 QUANTISERS = ("quantise_activation", "quantise_columns", "quantise_weight")
 SHAPES = shapes(full=GPU)
@@ -180,6 +180,25 @@ def test_head_norms_read_slices_of_a_fused_projection():
     expected = REFERENCE["norm"].rms_norm(q, weight, 1e-6)
     actual = TRITON["norm"].rms_norm(qkv.to(DEVICE).view(6, 10, 64)[:, 2:7], weight.to(DEVICE), 1e-6)
     same(actual, expected, "head norm")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv", "dim"), [(1, 2, 1, 64), (7, 4, 2, 128), (3, 3, 1, 96), (0, 2, 1, 64)]
+)
+def test_norm_and_rotation_of_heads_in_one_launch(tokens, heads, kv, dim, dtype):
+    """Slices of a qkv matrix, normalised and turned at once, have the bits of norm, then rotation; other heads too."""
+    qkv = normal(tokens, (heads + 2 * kv) * dim, 3, std=4.0).to(dtype)
+    q, k, _ = qkv.view(tokens, heads + 2 * kv, dim).split([heads, kv, kv], 1)
+    weights = [normal(1, dim, seed=s)[0].to(dtype) for s in (4, 5)]
+    positions = torch.arange(tokens) * 37 % 101
+    table = REFERENCE["rotary"].rotary_cos_sin(1e4 ** (-torch.arange(0, dim, 2) / dim), 128, dtype)
+    expected = REFERENCE["fused"].norm_rotary(q, k, *weights, 1e-6, positions, table)
+    qkv, *rest = on_device(qkv, *weights, positions, table)
+    q, k, _ = qkv.view(tokens, heads + 2 * kv, dim).split([heads, kv, kv], 1)
+    actual = TRITON["norm_rotary"].norm_rotary(q, k, *rest[:2], 1e-6, *rest[2:])
+    for a, e, what in zip(actual, expected, "qk", strict=True):
+        same(a, e, what)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (33, 192), (130, 576)], ids=str)

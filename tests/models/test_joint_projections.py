@@ -34,7 +34,7 @@ def batch(device: str) -> PackedBatch:
 def test_joined_and_fused_forwards_have_the_learners_bits(policy, device, monkeypatch):
     """Learner, rollout model with fused quantisers, and both with every projection on its own: one hidden state."""
     learner, rollout = pair(policy, device)
-    rollout.fuse_quantisers()
+    rollout.fuse_operators()
     with torch.no_grad():
         expected = learner(batch(device))
         assert torch.equal(rollout(batch(device)), expected)
@@ -78,7 +78,7 @@ def test_hashes_do_not_see_where_a_weight_lies():
 def test_fusing_is_for_the_rollout_side():
     """A learner's model refuses to fuse quantisers: its backward needs the values between."""
     with pytest.raises(ValueError, match="side"):
-        pair("unified-fp8")[0].fuse_quantisers()
+        pair("unified-fp8")[0].fuse_operators()
 
 
 def test_groups_with_ragged_rows_are_multiplied_one_by_one():

@@ -63,7 +63,7 @@ class VLLMCausalLM(nn.Module):
         config = vllm_config.model_config.hf_config
         policy = PrecisionPolicy.from_dict(getattr(config, CONFIG_KEY))
         self.lm = CausalLM(config, policy.resolve(config), policy, "rollout")
-        self.lm.fuse_quantisers()
+        self.lm.fuse_operators()
         for index, layer in enumerate(self.lm.model.layers):
             attention: Any = layer.self_attn
             paged = _paged_attention(attention, vllm_config, f"model.layers.{index}.self_attn.attn")
