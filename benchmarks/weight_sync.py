@@ -165,6 +165,18 @@ class Bench:
             "extra_engine_bytes": theirs,
         }
 
+    def hashing(self) -> tuple[int, float]:
+        """(bytes of all tensors that are sent, seconds to hash them where they lie: median of three)."""
+        from rllib_llm.sync.packed import hash_tensors
+
+        tensors, seconds = dict(self.model.rollout_tensors()), []
+        for _ in range(4):
+            wait(self.device)
+            begin = time.perf_counter()
+            hash_tensors(tensors)
+            seconds.append(time.perf_counter() - begin)
+        return sum(t.numel() * t.element_size() for t in tensors.values()), statistics.median(seconds[1:])
+
     def _manifest(self) -> tuple[float, Any]:
         from rllib_llm.sync.export import export_manifest
 
@@ -215,7 +227,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for policy in args.policies:
         bench = Bench(args, policy)
-        size = sum(t.numel() * t.element_size() for _, t in bench.model.rollout_tensors())
+        size, hashing = bench.hashing()
         for name in args.transports:
             transport, _, count = name.partition(":")
             pushes: list[dict[str, float]] = []
@@ -229,7 +241,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             kept = pushes[1:] or pushes  # the first one forms groups, opens buffers and compiles kernels
             row = {
                 "policy": policy, "transport": transport, "gigabytes": size / 1e9, "pushes": len(kept),
-                "first_s": pushes[0]["seconds"],
+                "first_s": pushes[0]["seconds"], "hash_s": hashing,
             } | {key: statistics.median(p[key] for p in kept) for key in kept[0]}  # fmt: skip
             print(json.dumps(row), flush=True)
             rows.append(row)
@@ -288,36 +300,6 @@ def checkpoint_tensors(shape: str) -> Any:
     yield from model.rollout_tensors()
 
 
-def table(files: list[Path]) -> str:
-    """Markdown of result files."""
-    lines = []
-    for file in files:
-        result = json.loads(file.read_text())
-        if not lines:
-            lines += [
-                f"# Weight pushes, {result['shape']} on {result['machine']}, torch {result['torch']}",
-                "",
-                "Seconds from changed weights to the compared receipt, medians after a first push; extra GPU memory of "
-                "learner + engine at the most.",
-                "",
-                "| weights | transport | GB | pushes | s | of it manifest | first push | extra GB |",
-                "|---|---|---|---|---|---|---|---|",
-            ]
-        lines += [_table_row(row) for row in result["rows"]]
-    return "\n".join(lines) + "\n"
-
-
-def _table_row(row: dict[str, Any]) -> str:
-    made = f"{row['manifest_s']:.3f}" if "manifest_s" in row else "–"
-    extra = "–"
-    if "extra_learner_bytes" in row:
-        extra = f"{row['extra_learner_bytes'] / 1e9:.2f} + {row['extra_engine_bytes'] / 1e9:.2f}"
-    return (
-        f"| {row['policy']} | {row['transport']} | {row['gigabytes']:.2f} | {row['pushes']} | {row['seconds']:.3f} | "
-        f"{made} | {row['first_s']:.2f} | {extra} |"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="tiny", choices=SHAPES)
@@ -332,13 +314,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--reload", action="store_true", help="measure stock vLLM's reload_weights instead")
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--table", nargs="+", type=Path, help="print result files as Markdown, measure nothing"
-    )
     args = parser.parse_args()
-    if args.table:
-        print(table(args.table), end="")
-        return
     rows = measure_reload(args) if args.reload else measure(args)
     if args.out:
         machine = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
