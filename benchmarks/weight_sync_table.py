@@ -1,4 +1,4 @@
-"""Result files of weight_sync.py as one Markdown table: python benchmarks/weight_sync_table.py a.json b.json > table.md"""
+"""Result files of weight_sync.py as a Markdown table: python benchmarks/weight_sync_table.py a.json b.json > t.md"""
 
 from __future__ import annotations
 
