@@ -27,6 +27,10 @@ class Interrupt:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune pickles stoppers; an earlier handler (Tune's own, say, which it leaves behind) may hold locks."""
+        return {**self.__dict__, "_previous": {}}
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt

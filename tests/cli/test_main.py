@@ -3,14 +3,18 @@
 import argparse
 import json
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 from safetensors.torch import load_file, save_file
 
 from rllib_llm.cli import main
 from rllib_llm.cli.commands import UsageError, _refuse_finished
 from rllib_llm.cli.directories import new_directory
+from rllib_llm.cli.interrupt import Interrupt, RunStopper
 from rllib_llm.cli.main import build_parser
 from rllib_llm.experiment import Experiment, ExperimentError, RunSettings
 from rllib_llm.files import write_whole
@@ -165,6 +169,20 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_whole(file, "new text")
     assert file.read_text() == "old"
+
+
+def test_a_stopper_is_pickled_without_the_handlers_it_replaced():
+    """Tune pickles stoppers, and leaves a handler behind that cannot be pickled (an event's lock in its closure)."""
+    event = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: event.set())
+    try:
+        with Interrupt() as interrupt:
+            interrupt.requested = True
+            stopper = cloudpickle.loads(cloudpickle.dumps(RunStopper(5, {}, None, interrupt)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopper("trial", {"training_iteration": 1})
+    assert stopper.reason == "interrupted"
 
 
 def test_a_run_killed_in_its_last_iteration_can_be_resumed(tmp_path):
