@@ -33,7 +33,7 @@ sys.path[:] = [str(HERE / "flow"), *(p for p in sys.path if Path(p).resolve() !=
 
 import stock  # noqa: E402
 import torch  # noqa: E402
-from scoring import compare, policy_gradient_steps  # noqa: E402
+from scoring import compare, policy_gradient_steps, warm_up  # noqa: E402
 from workload import Round, Turns, add_arguments, chosen_rounds, make_config, random_weights  # noqa: E402
 
 
@@ -41,10 +41,12 @@ class Pair:
     """A learner's model and an engine with its weights, under one policy."""
 
     def __init__(self, args: argparse.Namespace, policy: str) -> None:
-        from precision_policies import load_policy
+        from precision_policies import PrecisionPolicy, load_policy
         from rllib_llm.engines.vllm.worker import VLLMWorker, WorkerOptions
 
         self.args, self.policy = args, load_policy(policy)
+        if args.masters:
+            self.policy = PrecisionPolicy.from_dict(self.policy.to_dict() | {"master_dtype": args.masters})
         os.environ.update(self.policy.environment(engine="vllm", device=args.device))
         self.model, directory = self._learner()
         options = WorkerOptions(
@@ -105,7 +107,15 @@ class Pair:
         if self.args.device == "cuda":
             torch.cuda.synchronize()
 
-    def round(self, r: Round, turns: Turns, after: int = 0) -> dict[str, Any]:
+    def warm(self) -> None:
+        """Compile what scoring, and training if asked for, will need; no weight changes."""
+        if self.args.engine_only:
+            return
+        prompt = [2 + i % 100 for i in range(self.args.context // 2)]
+        for count in (max(1, self.args.packed_tokens // len(prompt)), 1):
+            warm_up(self.model, self.args, [prompt] * count, backward=bool(self.args.train_steps))
+
+    def round(self, r: Round, after: int = 0) -> dict[str, Any]:
         """Sample, score, compare: one row of the table."""
         from rllib_llm.engines.base import SamplingParams
 
@@ -114,12 +124,11 @@ class Pair:
             ignore_eos=r.ignore_eos, seed=r.seed,
         )  # fmt: skip
         prompts = r.prompt_ids(self.vocab)
-        with turns.alone():
-            for repeat in range(r.repeats):
-                seeds = [[1000 * p + i + repeat for i in range(r.n)] for p in range(len(prompts))]
-                begin = time.time()
-                answers = self.worker.generate(prompts, params, seeds)
-                seconds = time.time() - begin
+        for repeat in range(r.repeats):
+            seeds = [[1000 * p + i + repeat for i in range(r.n)] for p in range(len(prompts))]
+            begin = time.time()
+            answers = self.worker.generate(prompts, params, seeds)
+            seconds = time.time() - begin
         samples = [(p, ids, lp) for p, row in zip(prompts, answers, strict=True) for ids, lp, _ in row]
         tokens = sum(len(ids) for _, ids, _ in samples)
         row = {
@@ -137,17 +146,19 @@ def run(args: argparse.Namespace) -> None:
     turns = Turns(args.turns, args.parties)
     for policy in args.policies:
         pair = Pair(args, policy)
+        pair.warm()
         for r in chosen_rounds(args):
-            rows.append(pair.round(r, turns))
+            with turns.alone():
+                rows.append(pair.round(r))
             save(args, rows)
         done = 0
         for steps in args.train_steps:
-            begin = time.time()
-            policy_gradient_steps(
-                pair.model, args, steps - done, chosen_rounds(args)[0].prompt_ids(pair.vocab)
-            )
-            done, trained_s, sync_s = steps, time.time() - begin, pair.sync()
-            row = pair.round(chosen_rounds(args)[0], turns, after=steps)
+            with turns.alone():
+                begin = time.time()
+                prompts = chosen_rounds(args)[0].prompt_ids(pair.vocab)
+                policy_gradient_steps(pair.model, args, steps - done, prompts)
+                done, trained_s, sync_s = steps, time.time() - begin, pair.sync()
+                row = pair.round(chosen_rounds(args)[0], after=steps)
             rows.append(row | {"train_s": trained_s, "sync_s": sync_s})
             save(args, rows)
         del pair
@@ -175,6 +186,9 @@ def main() -> None:
     parser.add_argument("--model", help="a model directory instead of random weights of a shape")
     parser.add_argument(
         "--train-steps", nargs="*", type=int, default=[], help="e.g. 10 100: compare after each"
+    )
+    parser.add_argument(
+        "--masters", choices=["float32", "bfloat16"], help="instead of the policy's, to save memory"
     )
     parser.add_argument("--engine-only", action="store_true", help="rates only: drop the learner's model")
     parser.add_argument("--memory", type=float, default=0.6, help="vLLM's gpu_memory_utilization")

@@ -54,6 +54,18 @@ def _score(model: Any, args: argparse.Namespace, group: list[Sampled], law: Any)
     ]
 
 
+def warm_up(model: Any, args: argparse.Namespace, sequences: list[list[int]], backward: bool) -> None:
+    """One forward of the packed sequences, with a backward if wanted, for what it compiles."""
+    from rllib_llm.models import PackedBatch
+
+    batch = PackedBatch.from_sequences(sequences).to(torch.device(args.device))
+    with torch.set_grad_enabled(backward):
+        logp = model.token_logprobs(model(batch), torch.roll(batch.input_ids, -1))
+        if backward:
+            logp.mean().backward()
+            model.zero_grad(set_to_none=True)
+
+
 def policy_gradient_steps(model: Any, args: argparse.Namespace, steps: int, prompts: list[list[int]]) -> None:
     """Real optimiser steps (AdamW, masters and states in the policy's dtypes) with random advantages."""
     from rllib_llm.models import PackedBatch

@@ -60,11 +60,11 @@ class Stock:
         self.llm = LLM(
             model=directory, skip_tokenizer_init=True, load_format="auto" if args.score else "dummy",
             max_model_len=args.context, max_num_seqs=args.sequences, max_num_batched_tokens=args.batched_tokens,
-            kv_cache_memory_bytes=args.kv_gib << 30, gpu_memory_utilization=0.3, seed=0,
+            kv_cache_memory_bytes=args.kv_gib << 30, gpu_memory_utilization=args.memory, seed=0,
         )  # fmt: skip
         self.start_s = time.time() - begin
 
-    def round(self, r: Round, turns: Turns) -> dict[str, Any]:
+    def round(self, r: Round) -> dict[str, Any]:
         from vllm import SamplingParams
 
         prompts = [p for p in r.prompt_ids(self.config.vocab_size) for _ in range(r.n)]
@@ -72,13 +72,10 @@ class Stock:
             max_tokens=r.new_tokens, logprobs=0, ignore_eos=r.ignore_eos, detokenize=False, temperature=r.temperature,
             top_k=r.top_k or -1, top_p=r.top_p,
         )  # fmt: skip
-        with turns.alone():
-            for _ in range(r.repeats):
-                begin = time.time()
-                outputs = self.llm.generate(
-                    [{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False
-                )
-                seconds = time.time() - begin
+        for _ in range(r.repeats):
+            begin = time.time()
+            outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+            seconds = time.time() - begin
         samples = []
         for prompt, output in zip(prompts, outputs, strict=True):
             ids = list(output.outputs[0].token_ids)
@@ -101,6 +98,7 @@ def run(args: argparse.Namespace, save: Any) -> None:
     engine = Stock(args, args.stock)
     turns, rows = Turns(args.turns, args.parties), []
     for r in chosen_rounds(args):
-        rows.append(engine.round(r, turns))
+        with turns.alone():
+            rows.append(engine.round(r))
         print(json.dumps(rows[-1]), flush=True)
         save(args, rows)

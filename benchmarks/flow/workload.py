@@ -83,6 +83,7 @@ ROUNDS = {
         Round("truncated", 32, 2000, n=4, new_tokens=512, temperature=0.7, top_k=50, top_p=0.9),
         Round("long", 64, 300, new_tokens=7800, seed=4),
         Round("long-4k", 32, 200, new_tokens=3800, seed=4),
+        Round("medium", 16, 400, n=4, new_tokens=1024, seed=6),
         Round("short", 32, 300, n=4, new_tokens=256, seed=5),
         Round("rate-1", 1, 64, new_tokens=192, even=True, repeats=3),
         Round("rate-64", 64, 64, new_tokens=192, even=True, repeats=3),
