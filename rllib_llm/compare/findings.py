@@ -205,9 +205,9 @@ def _incomplete(found: Findings) -> Iterator[str]:
     wanted = {(arm, seed) for arm in planned.get("arms", ()) for seed in planned.get("seeds", ())}
     missing = wanted - {(run.arm, run.seed) for run in found.curves.runs}
     if running or missing:
-        parts = [f"{len(running)} runs are under way"] if running else []
-        parts += [f"{len(missing)} planned runs have no row yet"] if missing else []
-        yield f"Not complete: {', '.join(parts)}."
+        parts = [f"{len(running)} under way"] if running else []
+        parts += [f"{len(missing)} of those planned not begun"] if missing else []
+        yield f"Not all runs are complete: {', '.join(parts)}."
     if found.finals.left_out:
         names = ", ".join(f"{run.arm} seed {run.seed}" for run in found.finals.left_out)
         yield f"Left out of the final reward because they have only begun: {names}."

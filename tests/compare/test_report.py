@@ -178,9 +178,8 @@ def test_an_incomplete_comparison_says_so(tmp_path):
         writer.row("a", 0, iteration, row(0.5))
     writer.describe(planned={"arms": ["a", "b"], "seeds": [0, 1], "iterations": 9})
     _, report = write_report(tmp_path)
-    assert (
-        said(report, "Not complete") == "Not complete: 1 runs are under way, 3 planned runs have no row yet."
-    )
+    sentence = "Not all runs are complete: 1 under way, 3 of those planned not begun."
+    assert said(report, "Not all runs") == sentence
 
 
 def test_position_is_weighted_by_tokens(five):
