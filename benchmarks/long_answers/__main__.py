@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from benchmarks.long_answers import pretrain, study, warm
+from benchmarks.long_answers import merge, pretrain, study, warm
 
 
 def main() -> None:
@@ -16,14 +16,14 @@ def main() -> None:
 
     first = commands.add_parser("pretrain", help="make the model")
     first.add_argument("--out", required=True)
-    first.add_argument("--steps", type=int, default=4000)
-    first.add_argument("--seconds", type=float, default=60.0)
+    first.add_argument("--steps", type=int, default=1_000_000)
+    first.add_argument("--seconds", type=float, default=900.0)
     first.add_argument("--lr", type=float, default=2e-3)
     first.add_argument(
-        "--slip", type=float, default=0.003, help="probability that a demonstrated step is wrong"
+        "--slip", type=float, default=0.005, help="probability that a demonstrated step is wrong"
     )
-    first.add_argument("--longest", type=int, default=256, help="steps of the longest problem")
-    first.add_argument("--batch-tokens", type=int, default=32768)
+    first.add_argument("--longest", type=int, default=128, help="steps of the longest problem")
+    first.add_argument("--batch-tokens", type=int, default=2048)
     first.add_argument("--config", default="{}", help="JSON, changes to task.model_config")
     first.add_argument("--seed", type=int, default=0)
     first.add_argument(
@@ -41,6 +41,11 @@ def main() -> None:
     third.add_argument("--share", help="i/n: compile this share (used by the processes themselves)")
     third.add_argument("--settings", default="{}")
     third.set_defaults(run=warm.warm)
+
+    fourth = commands.add_parser("merge", help="join studies of the same arms with other seeds")
+    fourth.add_argument("parts", nargs="+", help="directories that `study` wrote")
+    fourth.add_argument("--out", required=True)
+    fourth.set_defaults(run=merge.merge)
 
     for command in (first, second):
         command.add_argument("--device", default=default)

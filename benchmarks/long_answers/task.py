@@ -1,10 +1,11 @@
 """Chains of arithmetic modulo 10 with labelled working: answers as long as one likes, right or wrong at the end.
 
-    prompt   <bos> 3 L7 + 8 L8 * 7 L9 - 5 =                       first value, then (label, operator, digit) per step
-    answer   L7 + 8 = 1 L8 * 7 = 7 L9 - 5 = 2 # 2 <eos>           (label, operator, digit, =, value) per step
+    prompt   <bos> 3 L7 +8 L8 *7 L9 -5 =             first value, then (label, operation) per step
+    answer   L7 +8 1 L8 *7 7 L9 -5 2 # 2 <eos>       (label, operation, value) per step
 
-One token each. Multipliers are 3, 7, 9, which have inverses modulo 10: a wrong value is never forgotten, so one slip
-anywhere in the working makes the answer wrong. All problems of a batch have the same number of steps.
+One token each, also the operation with its digit. Multipliers are 3, 7, 9, which have inverses modulo 10: a wrong value
+is never forgotten, so one slip anywhere in the working makes the answer wrong. All problems of a batch have the same
+number of steps. A label names one step, which makes copying an operation from the prompt a look-up.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-VOCAB = 512
+VOCAB = 256
 PAD, BOS, EOS, EQUALS, HASH = 0, 1, 2, 3, 4
-OPERATORS = 5  # +, -, *
 DIGITS = 10
+OPERATIONS = 20
+"""+0..+9, -0..-9, *0..*9"""
 LABELS = 64
 NUM_LABELS = VOCAB - LABELS
-PROMPT_TOKENS_PER_STEP, ANSWER_TOKENS_PER_STEP = 3, 5
+PROMPT_TOKENS_PER_STEP, ANSWER_TOKENS_PER_STEP = 2, 3
 
 
 @dataclass(frozen=True)
@@ -37,24 +39,26 @@ class Problems:
         return int(self.digits.shape[1])
 
     def prompts(self) -> np.ndarray:
-        """int64 [n, 3k + 3]."""
+        """int64 [n, 2k + 3]."""
         n, k = self.digits.shape
-        out = np.empty((n, 3 * k + 3), np.int64)
+        out = np.empty((n, prompt_tokens(k)), np.int64)
         out[:, 0], out[:, 1], out[:, -1] = BOS, DIGITS + self.first, EQUALS
-        body = out[:, 2:-1].reshape(n, k, 3)
-        body[..., 0], body[..., 1] = LABELS + self.labels, OPERATORS + self.operators
-        body[..., 2] = DIGITS + self.digits
+        body = out[:, 2:-1].reshape(n, k, 2)
+        body[..., 0], body[..., 1] = LABELS + self.labels, self._operations()
         return out
 
     def answers(self, values: np.ndarray) -> np.ndarray:
-        """int64 [n, 5k + 3] for the working `values` [n, k]."""
+        """int64 [n, 3k + 3] for the working `values` [n, k]."""
         n, k = self.digits.shape
         out = np.empty((n, answer_tokens(k)), np.int64)
-        body = out[:, :-3].reshape(n, k, 5)
-        body[..., 0], body[..., 1] = LABELS + self.labels, OPERATORS + self.operators
-        body[..., 2], body[..., 3], body[..., 4] = DIGITS + self.digits, EQUALS, DIGITS + values
+        body = out[:, :-3].reshape(n, k, 3)
+        body[..., 0], body[..., 1] = LABELS + self.labels, self._operations()
+        body[..., 2] = DIGITS + values
         out[:, -3], out[:, -2], out[:, -1] = HASH, DIGITS + values[:, -1], EOS
         return out
+
+    def _operations(self) -> np.ndarray:
+        return OPERATIONS + 10 * self.operators + self.digits
 
     def values(self, slip: float = 0.0, rng: np.random.Generator | None = None) -> np.ndarray:
         """int64 [n, k]; with probability `slip` a step is off by 1..9 and the next ones go on from there."""
@@ -110,12 +114,15 @@ def _right(ids: np.ndarray, value: int) -> bool:
 
 
 def model_config(**changes: Any) -> Any:
-    """A Qwen3 of 2.5 M parameters whose every dimension is a multiple of 128, so that nothing is exempt from FP8."""
+    """A Qwen3 of 0.5 M parameters whose every dimension is a multiple of 128, so that nothing is exempt from FP8.
+
+    head_dim is 128 because FlashAttention-3 sums keys in blocks of another size when it decodes with head_dim 64.
+    """
     from transformers import Qwen3Config
 
     sizes: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
+        "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 4096,
     }  # fmt: skip
     return Qwen3Config(
         **(sizes | changes), tie_word_embeddings=True, initializer_range=0.05, rope_theta=10000.0,

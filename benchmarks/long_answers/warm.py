@@ -10,15 +10,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.long_answers import task
 
-WEIGHTS = ((512, 256), (256, 256), (1024, 256), (256, 512), (128, 256))
+WEIGHTS = ((768, 128), (256, 128), (128, 256), (512, 128))
 """(outputs, inputs) of the projections, joined and alone, and of lm_head."""
-ROWS = (128, 30000, 63000)
+ROWS = (256, 8256, 66000, 83000, 166000)
+"""Decoding, prefill of the prompts, of the held-out ones, one optimiser step, all samples of an iteration."""
 
 
 def gemms() -> list[Callable[[], object]]:
@@ -48,14 +50,14 @@ def gemms() -> list[Callable[[], object]]:
                 pk.quantise_columns(rows(ROWS[-1], n)), pk.quantise_columns(rows(ROWS[-1], k))
             )
         )
-    n, k = WEIGHTS[0]
+    n, k = WEIGHTS[1]
     for m in ROWS:
         calls.append(lambda m=m: pk.invariant_matmul(rows(m, k), rows(n, k), torch.float32))
     return calls
 
 
-def passes(arm: str) -> None:
-    """A short iteration of one arm on random weights: all other kernels, and what `gemms` forgot."""
+def passes(arm: str, settings: dict[str, Any]) -> None:
+    """An iteration of one arm on random weights: all other kernels, and what `gemms` forgot."""
     from benchmarks.long_answers.cell import Cell, Settings
     from benchmarks.long_answers.sampler import generate
     from rllib_llm.models import build_model, save_pretrained
@@ -64,10 +66,10 @@ def passes(arm: str) -> None:
     model.initialise(0)
     with tempfile.TemporaryDirectory() as directory:
         save_pretrained(model, directory)
-        settings = Settings(steps=20)
-        cell = Cell(arm, 0, directory, settings, torch.device("cuda"))
-    problems = task.draw(np.random.default_rng(0), settings.prompts, settings.steps)
-    [sample] = generate([cell.sampler], [problems.prompts()], settings.group, settings.limit, [[0, 0, 2]])
+        chosen = Settings(**settings)
+        cell = Cell(arm, 0, directory, chosen, torch.device("cuda"))
+    problems = task.draw(np.random.default_rng(0), chosen.prompts, chosen.steps)
+    [sample] = generate([cell.sampler], [problems.prompts()], chosen.group, chosen.limit, [[0, 0, 2]])
     cell.learn(problems, sample)
 
 
@@ -78,7 +80,7 @@ def warm(args: argparse.Namespace) -> None:
         arms = ("unified-fp8", "mixed-bf16-fp8", "bf16")
         began = time.time()
         if index < len(arms):
-            passes(arms[index])
+            passes(arms[index], json.loads(args.settings))
         else:
             for call in gemms()[index - len(arms) :: count - len(arms)]:
                 call()
@@ -86,7 +88,15 @@ def warm(args: argparse.Namespace) -> None:
         print(json.dumps({"share": args.share, "seconds": round(time.time() - began, 1)}), flush=True)
         return
     shares = [f"{i}/{args.processes}" for i in range(args.processes)]
-    command = [sys.executable, "-m", "benchmarks.long_answers", "warm", "--share"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.long_answers",
+        "warm",
+        "--settings",
+        args.settings,
+        "--share",
+    ]
     running = [subprocess.Popen([*command, share], cwd=Path(__file__).parents[2]) for share in shares]
     failed = [share for share, process in zip(shares, running, strict=True) if process.wait()]
     if failed:

@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.long_answers import study, task
+from benchmarks.long_answers import merge, pretrain, study, task
 from benchmarks.long_answers.batch import Batch
 from benchmarks.long_answers.cell import ARMS, Cell, Settings
-from benchmarks.long_answers.pretrain import batch, steps_of_batch
 from benchmarks.long_answers.sampler import Sample, generate
 from rllib_llm.models import build_model, save_pretrained
 
 CPU = torch.device("cpu")
-SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 2}  # fmt: skip
+SMALL = {"intermediate_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
 SETTINGS = Settings(steps=3, prompts=2, group=4, lr=1e-3, warmup_steps=0, micro_batch_tokens=100)
 
 
@@ -66,27 +64,54 @@ def test_values_follow_the_operators() -> None:
     """(3 + 8) * 7 - 5 modulo 10, written out."""
     one = task.Problems(np.array([3]), np.array([[0, 2, 1]]), np.array([[8, 7, 5]]), np.array([[4, 5, 6]]))
     assert one.values().tolist() == [[1, 7, 2]]
-    label, digit = task.LABELS, task.DIGITS
+    label, digit, operation = task.LABELS, task.DIGITS, task.OPERATIONS
     assert one.prompts()[0].tolist() == [
-        task.BOS, digit + 3, label + 4, 5, digit + 8, label + 5, 7, digit + 7, label + 6, 6, digit + 5, task.EQUALS
+        task.BOS, digit + 3, label + 4, operation + 8, label + 5, operation + 27, label + 6, operation + 15, task.EQUALS
     ]  # fmt: skip
-    assert one.answers(one.values())[0, -8:].tolist() == [
-        label + 6, 6, digit + 5, task.EQUALS, digit + 2, task.HASH, digit + 2, task.EOS
+    assert one.answers(one.values())[0, -6:].tolist() == [
+        label + 6, operation + 15, digit + 2, task.HASH, digit + 2, task.EOS
     ]  # fmt: skip
 
 
-def test_pretraining_batches_predict_the_answer_and_nothing_else() -> None:
-    """Targets are the answers' tokens, each at the place before it."""
-    packed, at, targets = batch(np.random.default_rng(0), 5, 120, 0.0, CPU)
-    width = task.prompt_tokens(5) + task.answer_tokens(5)
-    rows = packed.input_ids.view(-1, width)
-    assert len(rows) == 120 // width
-    assert torch.equal(targets.view(len(rows), -1), rows[:, task.prompt_tokens(5) :])
-    assert torch.equal(packed.input_ids[at + 1], targets)
-    lengths = [steps_of_batch(np.random.default_rng(i), i / 300, 64) for i in range(300)]
+def test_every_token_is_below_the_vocabulary_and_means_one_thing() -> None:
+    """Values, operations, labels and signs do not overlap."""
+    problems = task.draw(np.random.default_rng(0), 500, task.NUM_LABELS)
+    rows = np.concatenate([problems.prompts(), problems.answers(problems.values())], axis=1)
+    kinds = [{task.PAD, task.BOS, task.EOS, task.EQUALS, task.HASH}, set(range(task.DIGITS, task.DIGITS + 10)),
+             set(range(task.OPERATIONS, task.OPERATIONS + 30)), set(range(task.LABELS, task.VOCAB))]  # fmt: skip
+    assert sum(map(len, kinds)) == len(set().union(*kinds))
+    assert set(np.unique(rows)) <= set().union(*kinds)
+
+
+def test_pretraining_learns_and_leaves_a_model_that_the_study_loads(tmp_path: Path) -> None:
+    """A few seconds teach the form of an answer; only tokens of answers are trained."""
+    ids, last = pretrain.batch(np.random.default_rng(0), 5, 120, 0.0, CPU)
+    assert ids.shape == (120 // 31, 31)
+    assert ids[:, last].eq(task.EQUALS).all()
+    assert ids[:, last + 1].ge(task.LABELS).all()
+    made = pretrain.pretrain(argparse.Namespace(
+        out=str(tmp_path), steps=90, seconds=100.0, lr=5e-3, slip=0.0, longest=4, batch_tokens=512,
+        config=json.dumps(SMALL), seed=0, measure=[2], log_every=5, device="cpu",
+    ))  # fmt: skip
+    history = json.loads((tmp_path / "pretraining.json").read_text())["history"]
+    assert made["steps"] == 90
+    assert made["loss"] < 0.8 * max(h["loss"] for h in history)
+    assert 0.0 <= made["pass_at_1"]["2"] <= 1.0
+    assert Cell("bf16", 0, str(tmp_path), SETTINGS, CPU).model.architecture.heads == 1
+
+
+def test_the_curriculum_grows_only_on_what_is_learned() -> None:
+    """Never beyond the longest chain, and not at all while the loss is high."""
+    curriculum = pretrain.Curriculum(64, slip=0.0)
+    for _ in range(100):
+        curriculum.learned(2.0)
+    assert max(curriculum.length(np.random.default_rng(i)) for i in range(50)) == 8
+    for _ in range(300):
+        curriculum.learned(0.01)
+    lengths = [curriculum.length(np.random.default_rng(i)) for i in range(300)]
+    assert max(lengths) == 64
     assert min(lengths) >= 2
-    assert max(lengths[:70]) <= 4
-    assert 60 <= max(lengths) <= 64
+    assert 100 < sum(length == 64 for length in lengths) < 200
 
 
 @pytest.mark.parametrize("arm", list(ARMS))
@@ -169,3 +194,29 @@ def test_the_study_writes_curves_that_the_report_reads(model: str, tmp_path: Pat
     facts = json.loads((tmp_path / "compare.json").read_text())
     assert [r["status"] for r in facts["runs"]] == ["finished"] * 2
     assert facts["arms"]["bf16"]["fingerprint"] != facts["arms"]["mixed-uncorrected"]["fingerprint"]
+
+
+def test_parts_of_a_study_are_joined_up_to_what_all_have(model: str, tmp_path: Path) -> None:
+    """Two seeds from two processes, one of them further: the common iterations, all runs; strangers are refused."""
+    arguments: dict[str, Any] = {
+        "model": model, "arms": ["bf16"], "seconds": 60.0, "eval_every": 0, "eval_count": 8, "state": None, "lrs": [],
+        "title": "t", "device": "cpu",
+    }  # fmt: skip
+    for seed, iterations, steps in ((1, 3, 2), (2, 1, 2), (3, 1, 3)):
+        settings = json.dumps({"steps": steps, "prompts": 1, "group": 2})
+        study.study(argparse.Namespace(
+            **arguments, seeds=[seed], iterations=iterations, settings=settings, out=str(tmp_path / str(seed))
+        ))  # fmt: skip
+    with (tmp_path / "1" / "curves.csv").open("a") as file:
+        file.write("bf16,1,4,0.5")  # killed while writing
+    parts = [str(tmp_path / "1"), str(tmp_path / "2")]
+    merge.merge(argparse.Namespace(parts=parts, out=str(tmp_path / "all")))
+    rows = list(csv.DictReader((tmp_path / "all" / "curves.csv").open()))
+    assert [(r["seed"], r["iteration"]) for r in rows] == [("1", "1"), ("2", "1")]
+    facts = json.loads((tmp_path / "all" / "compare.json").read_text())
+    assert facts["planned"] == {"arms": ["bf16"], "seeds": [1, 2], "iterations": 1}
+    assert "2 later rows" in facts["notes"][0]
+    with pytest.raises(ValueError, match=r"3: other config than .*1; seeds appear twice"):
+        merge.merge(
+            argparse.Namespace(parts=[parts[0], str(tmp_path / "3"), parts[0]], out=str(tmp_path / "no"))
+        )
