@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from precision_kernels.attention_width import attention_width, widen_heads
 from precision_kernels.dispatch import Implementation
 from precision_kernels.reference.attention import shape_problems
 from precision_kernels.reference.layout import AttentionLayout
@@ -130,7 +131,8 @@ def _(do, q, k, v, o, lse, cu_seqlens, longest, scale):
 
 @dataclass(eq=False)
 class PagedCache:
-    """Keys and values of one layer, k and v [rows, max_len rounded up to a page, Hkv, D] in the compute dtype."""
+    """Keys and values of one layer, k and v [rows, max_len rounded up to a page, Hkv, D or wider] in the compute dtype
+    (`attention_width`)."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -150,8 +152,8 @@ class PagedCache:
                 f"{self.k.shape[0]} rows x {self.max_len} tokens; allocate it larger"
             )
         rows = layout.rows()[layout.token_sequence()]
-        self.k[rows, layout.positions()] = k
-        self.v[rows, layout.positions()] = v
+        self.k[rows, layout.positions()] = widen_heads(k, self.k.shape[-1])
+        self.v[rows, layout.positions()] = widen_heads(v, self.v.shape[-1])
 
     def paged(self) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v as [pages, page, Hkv, D]."""
@@ -169,7 +171,7 @@ def allocate_kv_cache(
     """An empty cache for `attention` on CUDA; ``storage`` must be the compute dtype (bfloat16 or float16)."""
     if storage not in (torch.bfloat16, torch.float16):
         raise ValueError(f"allocate_kv_cache: FlashAttention-3 reads bfloat16 or float16, got {storage}")
-    shape = (rows, -(-max_len // _PAGE) * _PAGE, kv_heads, head_dim)
+    shape = (rows, -(-max_len // _PAGE) * _PAGE, kv_heads, attention_width(head_dim))
     k, v = (torch.zeros(shape, dtype=storage, device=device) for _ in range(2))
     return PagedCache(k, v, max_len)
 
@@ -228,7 +230,10 @@ def attention(
     _check(q, k, v, layout, cache)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     facts = _facts(layout)
+    value_dim, width = v.shape[-1], attention_width(q.shape[-1])
+    q = widen_heads(q, width)
     if cache is None:
+        k, v = widen_heads(k, width), widen_heads(v, width)
         o, lse = _forward_op(q, k, v, facts["cu_seqlens"], facts["longest"], scale)
     else:
         cache.append(k, v, layout)
@@ -243,7 +248,7 @@ def attention(
             pages,
             scale,
         )
-    return o, lse.t()
+    return o if o.shape[-1] == value_dim else o[..., :value_dim].contiguous(), lse.t()
 
 
 def attention_backward(

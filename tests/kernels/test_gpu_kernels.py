@@ -196,16 +196,18 @@ def test_attention_follows_the_definition():
     torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-4, atol=1e-4)
 
 
-def test_attention_rows_do_not_depend_on_batch_or_cache():
-    """A sequence has the same bits alone, packed, prefilled in chunks into any cache row, and decoded by token."""
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_attention_rows_do_not_depend_on_batch_or_cache(dim):
+    """A sequence has the same bits alone, packed, prefilled in chunks into any cache row, and decoded by token, with
+    heads of any width (FlashAttention-3 itself gives narrow heads other bits in decode, see `attention_width`)."""
     lengths = [40, 200, 1, 77]
-    q, k, v, layout = _attention_inputs(lengths)
+    q, k, v, layout = _attention_inputs(lengths, dim=dim)
     attention = implementation("attention", CUDA)
     packed, _ = attention(q, k, v, layout)
     a, b = 40, 240
     alone, _ = attention(q[a:b], k[a:b], v[a:b], AttentionLayout(torch.tensor([0, 200], device=CUDA)))
     assert_same_bits(alone, packed[a:b], "alone")
-    cache = implementation("allocate_kv_cache", CUDA)(3, 256, 2, 128, torch.bfloat16, CUDA)
+    cache = implementation("allocate_kv_cache", CUDA)(3, 256, 2, dim, torch.bfloat16, CUDA)
     parts, done = [], 0
     for step in (60, 7, 100, *[1] * 33):
         chunk = slice(a + done, a + done + step)

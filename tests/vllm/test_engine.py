@@ -175,11 +175,12 @@ def test_options_that_decide_numerics_cannot_be_overridden() -> None:
     options = WorkerOptions(device="cuda", gpu_memory_utilization=0.5, seed=0, **sizes, **switches)
     policy = load_policy("unified-fp8")
     assert (
-        _llm_arguments("d", policy, dataclasses.replace(options, extra={"swap_space": 1}))["swap_space"] == 1
+        _llm_arguments("d", 64, policy, dataclasses.replace(options, extra={"swap_space": 1}))["swap_space"]
+        == 1
     )
     bad = {"attention_config": {}, "disable_cascade_attn": False, "logprobs_mode": "raw_logprobs"}
     with pytest.raises(ValueError, match="attention_config, disable_cascade_attn, logprobs_mode"):
-        _llm_arguments("d", policy, dataclasses.replace(options, extra=bad))
+        _llm_arguments("d", 64, policy, dataclasses.replace(options, extra=bad))
 
 
 def test_generation_before_the_first_update_is_refused(ray_for_engines: None) -> None:

@@ -9,6 +9,7 @@ function that the learner uses.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from precision_kernels import log_softmax, rotary_cos_sin
+from precision_kernels.attention_width import attention_width, widen_heads
 from precision_policies import PrecisionPolicy
 from rllib_llm.models.causal_lm import CausalLM
 from rllib_llm.models.decoder import SelfAttention
@@ -26,6 +28,8 @@ from rllib_llm.models.sampling_law import truncated_logits
 
 CONFIG_KEY = "rllib_llm_policy"
 """Attribute of the model config (set by `hf_overrides`) that holds the policy as a dict."""
+HEAD_DIM_KEY = "rllib_llm_head_dim"
+"""Attribute of the model config that holds its head_dim; `head_dim` itself tells vLLM the width of its attention."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class VLLMCausalLM(nn.Module):
                 f"tensor_parallel_size={parallel.tensor_parallel_size}, pipeline_parallel_size="
                 f"{parallel.pipeline_parallel_size}: shards would be quantised on other block boundaries; use 1 and 1"
             )
-        config = vllm_config.model_config.hf_config
+        config = copy.deepcopy(vllm_config.model_config.hf_config)
+        config.head_dim = getattr(config, HEAD_DIM_KEY)
         policy = PrecisionPolicy.from_dict(getattr(config, CONFIG_KEY))
         self.lm = CausalLM(config, policy.resolve(config), policy, "rollout")
         self.lm.fuse_operators()
@@ -125,32 +130,35 @@ class VLLMCausalLM(nn.Module):
 
 
 class _PagedAttend:
-    """`SelfAttention.attend` by a vLLM attention layer; keys and values go to vLLM's pages."""
+    """`SelfAttention.attend` by a vLLM attention layer; keys and values go to vLLM's pages.
 
-    def __init__(self, layer: Attention) -> None:
-        self.layer = layer
+    Heads are padded to the layer's width, as the learner's attention does (`precision_kernels.attention_width`).
+    """
+
+    def __init__(self, layer: Attention, width: int) -> None:
+        self.layer, self.width = layer, width
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Any, cache: Any
     ) -> torch.Tensor:
-        rows = q.shape[0]
-        out = self.layer(q.reshape(rows, -1), k.reshape(rows, -1), v.reshape(rows, -1))
-        return out.view(rows, *q.shape[1:])
+        rows, heads, head_dim = q.shape
+        wide = [widen_heads(x, self.width).reshape(rows, -1) for x in (q, k, v)]
+        return self.layer(*wide).view(rows, heads, self.width)[..., :head_dim]
 
 
 def _paged_attention(attention: SelfAttention, vllm_config: VllmConfig, prefix: str) -> _PagedAttend:
-    backend = None
+    backend, width = None, attention_width(attention.head_dim)
     if vllm_config.device_config.device_type == "cpu":
         from rllib_llm.engines.vllm.cpu_attention import ReferenceAttentionBackend
 
-        backend = ReferenceAttentionBackend
+        backend, width = ReferenceAttentionBackend, attention.head_dim
     layer = Attention(
         attention.heads,
-        attention.head_dim,
+        width,
         attention.head_dim**-0.5,
         num_kv_heads=attention.kv_heads,
         cache_config=vllm_config.cache_config,
         prefix=prefix,
         attn_backend=backend,
     )
-    return _PagedAttend(layer)
+    return _PagedAttend(layer, width)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from precision_kernels.attention_width import attention_width
 from precision_policies import Attestation, PrecisionPolicy
 from rllib_llm.attest import build_attestation
 from rllib_llm.engines.base import (
@@ -28,7 +29,8 @@ from rllib_llm.engines.base import (
 from rllib_llm.engines.vllm import compat
 from rllib_llm.engines.vllm.background import Background
 from rllib_llm.memory import peak_memory
-from rllib_llm.models.checkpoint import load_pretrained
+from rllib_llm.models.architecture import Architecture
+from rllib_llm.models.checkpoint import load_pretrained, model_config
 from rllib_llm.sync.packed import WeightChunk, WeightUpdate
 from rllib_llm.sync.stream import Groups, StreamOffer
 from rllib_llm.sync.take import take_update
@@ -67,7 +69,8 @@ class VLLMWorker:
 
         self.policy = PrecisionPolicy.from_dict(policy)
         self.options = options
-        self.llm = LLM(**_llm_arguments(directory, self.policy, options))
+        head_dim = Architecture.from_config(model_config(directory)[1]).head_dim
+        self.llm = LLM(**_llm_arguments(directory, head_dim, self.policy, options))
         self.model = compat.loaded_model(self.llm)
         self.version = NO_WEIGHTS
         self._chunks: list[WeightChunk] = []
@@ -246,15 +249,24 @@ class VLLMWorker:
         self.llm.wake_up()
 
 
-def _llm_arguments(directory: str, policy: PrecisionPolicy, options: WorkerOptions) -> dict[str, Any]:
-    from rllib_llm.engines.vllm.model import CONFIG_KEY
+def _llm_arguments(
+    directory: str, head_dim: int, policy: PrecisionPolicy, options: WorkerOptions
+) -> dict[str, Any]:
+    from rllib_llm.engines.vllm.model import CONFIG_KEY, HEAD_DIM_KEY
 
+    overrides = {
+        "architectures": [compat.ARCHITECTURE],
+        CONFIG_KEY: policy.to_dict(),
+        HEAD_DIM_KEY: head_dim,
+        # vLLM plans pages and attention's schedule by it.
+        "head_dim": attention_width(head_dim) if options.device == "cuda" else head_dim,
+    }
     arguments: dict[str, Any] = {
         "model": directory,
         "skip_tokenizer_init": not options.has_tokenizer,
         "load_format": "dummy",
         "dtype": policy.compute_dtype,
-        "hf_overrides": {"architectures": [compat.ARCHITECTURE], CONFIG_KEY: policy.to_dict()},
+        "hf_overrides": overrides,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "enable_prefix_caching": options.enable_prefix_caching,
@@ -265,7 +277,9 @@ def _llm_arguments(directory: str, policy: PrecisionPolicy, options: WorkerOptio
         arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
     if options.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes
-    elif options.device == "cpu":  # 0.32 would take 92 % of the machine's memory, and refuse where less is free
+    elif (
+        options.device == "cpu"
+    ):  # 0.32 would take 92 % of the machine's memory, and refuse where less is free
         arguments["kv_cache_memory_bytes"] = 1 << 30
     if options.device == "cuda":
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
