@@ -205,7 +205,9 @@ class TorchEngine(RolloutEngine):
         """How many sequences fit into the KV budget at once, and how long a slot must be."""
         longest = min(self.max_model_len, longest_prompt + params.max_tokens)
         capacity = -(-longest // _CAPACITY_STEP) * _CAPACITY_STEP
-        per_slot = DecoderCache.bytes_per_slot(self.model.architecture, capacity, self.model.compute_dtype)
+        per_slot = DecoderCache.bytes_per_slot(
+            self.model.architecture, capacity, self.model.compute_dtype, self.device.type
+        )
         affordable = self.kv_cache_bytes // per_slot
         if affordable < 2:
             raise EngineError(

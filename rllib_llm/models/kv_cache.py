@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from precision_kernels import AttentionLayout, allocate_kv_cache
+from precision_kernels.attention_width import attention_width
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.batch import PackedBatch
 
@@ -61,9 +62,14 @@ class DecoderCache:
         )
 
     @staticmethod
-    def bytes_per_slot(architecture: Architecture, capacity: int, dtype: torch.dtype) -> int:
-        """Bytes of one slot: keys and values in `dtype`, one fp64 exponent per key and head."""
-        per_key = 2 * architecture.head_dim * dtype.itemsize + 8
+    def bytes_per_slot(
+        architecture: Architecture, capacity: int, dtype: torch.dtype, device_type: str = "cpu"
+    ) -> int:
+        """Bytes of one slot: keys and values in `dtype`, one fp64 exponent per key and head; narrow heads are padded
+        on CUDA."""
+        head_dim = architecture.head_dim
+        width = attention_width(head_dim) if device_type == "cuda" else head_dim
+        per_key = 2 * width * dtype.itemsize + 8
         return architecture.layers * architecture.kv_heads * capacity * per_key
 
     def view(self, slots: Sequence[int]) -> CacheView:
