@@ -158,6 +158,17 @@ def _rollout(rollout: RolloutSettings) -> list[str]:
         v.append(
             f"rollout_config.eval_temperature = {rollout.eval_temperature} must be finite and >= 0 (0 is greedy)."
         )
+    on_cpu = str(rollout.engine_options.get("device", "")) == "cpu"
+    if rollout.sleep_while_learning and rollout.engine == "vllm" and on_cpu:
+        v.append(
+            "rollout_config.sleep_while_learning = True with rollout_config.engine_options['device'] = 'cpu': vLLM on "
+            "a CPU cannot give memory back; set it to False."
+        )
+    if rollout.weight_transport in ("cuda_ipc", "nccl") and on_cpu:
+        v.append(
+            f"rollout_config.weight_transport = {rollout.weight_transport!r} with "
+            "rollout_config.engine_options['device'] = 'cpu': it copies between GPUs; use 'auto'."
+        )
     if not 0.0 < rollout.top_p <= 1.0:
         v.append(f"rollout_config.top_p = {rollout.top_p} must be in (0, 1].")
     if rollout.top_k < 0:

@@ -85,6 +85,15 @@ def test_model_by_dict(toy_model: str) -> None:
         (lambda c: c.update_from_dict({"grpo/clip_hihg": 1}), "grpo.clip_hihg does not exist (closest: 'clip_high')"),
         (lambda c: c.rollout(group_size="8"), "rollout_config.group_size = '8' must be int"),
         (lambda c: c.rollout(group_size=True), "rollout_config.group_size = True must be int"),
+        (
+            lambda c: c.rollout(engine="vllm", engine_options={"device": "cpu"}, sleep_while_learning=True),
+            "vLLM on a CPU cannot give memory back",
+        ),
+        (
+            lambda c: c.rollout(engine_options={"device": "cpu"}, weight_transport="nccl"),
+            "weight_transport = 'nccl' with",
+        ),
+        (lambda c: c.rollout(weight_transport="ipc"), "must be one of 'auto', 'cuda_ipc', 'nccl', 'gloo'"),
         (lambda c: c.rollout(group_size=1), "compare the answers to one prompt"),
         (lambda c: c.rollout(temperature=0.0), "must be > 0"),
         (lambda c: c.rollout(top_p=0.0), "top_p = 0.0 must be in (0, 1]"),
