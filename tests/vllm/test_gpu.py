@@ -86,9 +86,14 @@ def test_an_engine_that_sleeps_gives_its_memory_to_the_learner(sleeper: tuple[An
     engine.update_weights(export_weights(model, 2))
     asked = prompts(9)
     before, held = engine.generate(asked, PARAMS), dict(engine.attest().weights)
-    awake = free_bytes()
-    engine.sleep(1)
-    assert free_bytes() - awake > 0.9 * CACHE_BYTES
+    for _ in range(3):  # another process may take memory between the two readings
+        awake = free_bytes()
+        engine.sleep(1)
+        freed = free_bytes() - awake
+        if freed > 0.9 * CACHE_BYTES:
+            break
+        engine.wake()
+    assert freed > 0.9 * CACHE_BYTES
     learners = torch.full((CACHE_BYTES,), 255, dtype=torch.uint8, device="cuda")  # NaN, read as bf16 or e4m3
     for refused in (lambda: engine.generate(asked, PARAMS), engine.attest):
         with pytest.raises(EngineError, match="sleeps"):
