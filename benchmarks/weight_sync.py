@@ -268,7 +268,7 @@ def measure_reload(args: argparse.Namespace) -> list[dict[str, Any]]:
     config.save_pretrained(directory)
     llm = LLM(
         directory, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=256, max_num_seqs=4,
-        max_num_batched_tokens=256, kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.3,
+        max_num_batched_tokens=256, kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.15,
     )  # fmt: skip
     tensors = list(checkpoint_tensors(args.shape))
     seconds = []
