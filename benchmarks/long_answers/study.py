@@ -6,6 +6,7 @@ import argparse
 import csv
 import dataclasses
 import json
+import math
 import os
 import platform
 import subprocess
@@ -120,7 +121,7 @@ def labels(arm: str, lrs: Sequence[float], lr: float) -> list[tuple[float, str]]
 
 
 def study(args: argparse.Namespace) -> None:
-    """Run until `iterations` or `seconds` are used up; every cell has the same number of iterations at the end."""
+    """Run until `iterations` or the time are used up; every cell has the same number of iterations at the end."""
     began = time.time()
     settings = Settings(**json.loads(args.settings))
     device, out = torch.device(args.device), Path(args.out)
@@ -146,7 +147,8 @@ def study(args: argparse.Namespace) -> None:
             flush=True,
         )
     active = [c for c in cells if c.status == "running"]  # the guard may end a cell, as its policy says
-    while active and active[0].iteration < args.iterations and time.time() - began < args.seconds:
+    deadline = min(began + args.seconds, args.until)
+    while active and active[0].iteration < args.iterations and time.time() < deadline:
         due = args.eval_every and (active[0].iteration + 1) % args.eval_every == 0
         iterate(active, curves, args.eval_count if due else 0)
         print(progress_line(active, curves, time.time() - began), flush=True)
@@ -215,6 +217,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no iteration after this")
+    parser.add_argument("--until", type=float, default=math.inf, help="nor after this Unix time")
     parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument("--eval-count", type=int, default=128)
     parser.add_argument("--settings", default="{}", help="JSON of benchmarks.long_answers.cell.Settings")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,8 @@ def test_the_study_writes_curves_that_the_report_reads(model: str, tmp_path: Pat
     """Two arms, two iterations: a row for each, held-out rewards where they are due, and who ran with what."""
     arguments: dict[str, Any] = {
         "model": model, "out": str(tmp_path), "arms": ["bf16", "mixed-uncorrected"], "seeds": [4], "iterations": 2,
-        "seconds": 60.0, "eval_every": 2, "eval_count": 8, "state": None, "lrs": [], "title": "t", "device": "cpu",
-        "settings": json.dumps({"steps": 2, "prompts": 2, "group": 4}),
+        "seconds": 60.0, "until": math.inf, "eval_every": 2, "eval_count": 8, "state": None, "lrs": [],
+        "title": "t", "device": "cpu", "settings": json.dumps({"steps": 2, "prompts": 2, "group": 4}),
     }  # fmt: skip
     study.study(argparse.Namespace(**arguments))
     rows = list(csv.DictReader((tmp_path / "curves.csv").open()))
@@ -199,8 +200,8 @@ def test_the_study_writes_curves_that_the_report_reads(model: str, tmp_path: Pat
 def test_parts_of_a_study_are_joined_up_to_what_all_have(model: str, tmp_path: Path) -> None:
     """Two seeds from two processes, one of them further: the common iterations, all runs; strangers are refused."""
     arguments: dict[str, Any] = {
-        "model": model, "arms": ["bf16"], "seconds": 60.0, "eval_every": 0, "eval_count": 8, "state": None, "lrs": [],
-        "title": "t", "device": "cpu",
+        "model": model, "arms": ["bf16"], "seconds": 60.0, "until": math.inf, "eval_every": 0, "eval_count": 8,
+        "state": None, "lrs": [], "title": "t", "device": "cpu",
     }  # fmt: skip
     for seed, iterations, steps in ((1, 3, 2), (2, 1, 2), (3, 1, 3)):
         settings = json.dumps({"steps": steps, "prompts": 1, "group": 2})
