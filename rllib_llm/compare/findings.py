@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["Findings", "number", "span", "subtitle", "summary"]
 
 
+ENOUGH_RUNS = 5  # with fewer a percentile bootstrap's interval is too narrow (RULES["ranking"])
+
+
 @dataclass(frozen=True)
 class Findings:
     """Everything the report is written from. values: final rewards of each arm, means: their estimates."""
@@ -89,6 +92,11 @@ def span(estimate: Estimate, digits: int = 3) -> str:
     return f"{number(estimate.low, digits)} to {number(estimate.high, digits)}"
 
 
+def _percent(share: float) -> str:
+    """``+1.3``; never ``-0.0``."""
+    return f"{round(100 * share, 1) + 0.0:+.1f}"
+
+
 # ---- the sentences ---------------------------------------------------------------------------------------------------
 
 
@@ -131,20 +139,20 @@ def _against_baseline(found: Findings) -> Iterator[str]:
         other = pair.first if sign == 1 else pair.second
         scale = sign / abs(base.value)
         shift = pair.difference.value * scale
-        text = f"{other} against {found.baseline}: {100 * shift:+.1f} %"
+        text = f"{other} against {found.baseline}: {_percent(shift)} %"
         if pair.difference.low is None or pair.difference.high is None:
             yield f"{text}; one run of an arm gives no interval."
             continue
         low, high = sorted((pair.difference.low * scale, pair.difference.high * scale))
+        fewest = min(len(found.values[arm]) for arm in (pair.first, pair.second))
+        caution = f", as far as {fewest} runs can say" if fewest < ENOUGH_RUNS else ""
         if -margin <= low and high <= margin:
-            verdict = f"within {100 * margin:g} %"
-            if (fewest := min(len(found.values[arm]) for arm in (pair.first, pair.second))) < 5:
-                verdict += f", as far as {fewest} runs can say"
+            verdict = f"within {100 * margin:g} %{caution}"
         elif high < -margin or low > margin:
-            verdict = f"a difference of more than {100 * margin:g} %"
+            verdict = f"a difference of more than {100 * margin:g} %{caution}"
         else:
             verdict = f"whether it is within {100 * margin:g} % these runs cannot say"
-        yield f"{text} (95 % interval {100 * low:+.1f} to {100 * high:+.1f} %): {verdict}."
+        yield f"{text} (95 % interval {_percent(low)} to {_percent(high)} %): {verdict}."
 
 
 def _divergence(found: Findings) -> Iterator[str]:
@@ -163,6 +171,9 @@ def _mismatch(found: Findings) -> Iterator[str]:
     for arm in found.curves.arms:
         largest = found.all_values(arm, "mismatch/max_abs")
         k3 = found.all_values(arm, "mismatch/k3")
+        lost = sum(len(run.series("mismatch/k3")) for run in found.curves.of(arm)) - len(k3)
+        if lost:
+            yield f"{arm}: mismatch k3 was not finite in {lost} iteration{'s' if lost != 1 else ''}."
         if largest and max(largest) == 0:
             yield f"{arm}: train–rollout mismatch exactly 0 in all {len(largest)} measured iterations."
         elif k3:

@@ -1,5 +1,6 @@
 """The report: what it says, that it needs no network, and that hostile texts stay texts."""
 
+import math
 import re
 import shutil
 from html.parser import HTMLParser
@@ -65,6 +66,15 @@ def test_mismatch_that_is_zero_is_said_to_be_exactly_zero(five):
         == "unified: train–rollout mismatch exactly 0 in all 200 measured iterations."
     )
     assert said(report, "mixed: mismatch k3").startswith("mixed: mismatch k3 0.01000 on average")
+
+
+def test_a_mismatch_that_is_not_finite_is_counted(tmp_path):
+    """What no axis can show is said in words."""
+    writer = CurveWriter(tmp_path)
+    for iteration in range(1, 9):
+        writer.row("a", 0, iteration, row(0.5) | {"mismatch/k3": math.inf if iteration > 5 else 0.5})
+    _, report = write_report(tmp_path)
+    assert said(report, "not finite") == "a: mismatch k3 was not finite in 3 iterations."
 
 
 def test_divergence_is_named_by_arm_and_seed(tmp_path):
