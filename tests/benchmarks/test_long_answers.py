@@ -197,12 +197,15 @@ def test_the_study_writes_curves_that_the_report_reads(model: str, tmp_path: Pat
     assert facts["arms"]["bf16"]["fingerprint"] != facts["arms"]["mixed-uncorrected"]["fingerprint"]
 
 
-def test_parts_of_a_study_are_joined_up_to_what_all_have(model: str, tmp_path: Path) -> None:
+def test_parts_of_a_study_are_joined_up_to_what_all_have(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two seeds from two processes, one of them further: the common iterations, all runs; strangers are refused."""
     arguments: dict[str, Any] = {
         "model": model, "arms": ["bf16"], "seconds": 60.0, "until": math.inf, "eval_every": 0, "eval_count": 8,
         "state": None, "lrs": [], "title": "t", "device": "cpu",
     }  # fmt: skip
+    monkeypatch.setenv("RLLIB_LLM_COMMIT", "c0ffee")  # the repository's may change meanwhile
     for seed, iterations, steps in ((1, 3, 2), (2, 1, 2), (3, 1, 3)):
         settings = json.dumps({"steps": steps, "prompts": 1, "group": 2})
         study.study(argparse.Namespace(
