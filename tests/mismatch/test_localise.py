@@ -165,9 +165,8 @@ class OneElement:
 
     def change(self, tensor: torch.Tensor) -> None:
         values = tensor.view(len(tensor), -1)[self.row]
-        self.place = int(
-            values.float().abs().argmax()
-        )  # away from zero, where a step is one ulp of this binade
+        # away from zero, where a step is one ulp of this binade
+        self.place = int(values.float().abs().argmax())
         bits = values.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
         bits[self.place] -= self.steps
 
