@@ -17,12 +17,15 @@ def main() -> None:
     first = commands.add_parser("pretrain", help="make the model")
     first.add_argument("--out", required=True)
     first.add_argument("--steps", type=int, default=1_000_000)
-    first.add_argument("--seconds", type=float, default=900.0)
+    first.add_argument("--seconds", type=float, default=330.0)
     first.add_argument("--lr", type=float, default=2e-3)
     first.add_argument(
         "--slip", type=float, default=0.005, help="probability that a demonstrated step is wrong"
     )
-    first.add_argument("--longest", type=int, default=128, help="steps of the longest problem")
+    first.add_argument("--longest", type=int, default=160, help="steps of the longest problem")
+    first.add_argument("--first", type=int, default=10, help="steps of the longest problem at first")
+    first.add_argument("--hold", type=float, default=0.6, help="share of the time at the full learning rate")
+    first.add_argument("--start", help="directory of a model to go on from")
     first.add_argument("--batch-tokens", type=int, default=2048)
     first.add_argument("--config", default="{}", help="JSON, changes to task.model_config")
     first.add_argument("--seed", type=int, default=0)

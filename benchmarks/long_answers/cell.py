@@ -57,7 +57,7 @@ ARMS: dict[str, Any] = {
 class Settings:
     """What all arms share."""
 
-    steps: int = 128
+    steps: int = 160
     """operations of a problem"""
     prompts: int = 32
     group: int = 8
@@ -82,7 +82,7 @@ class Settings:
 
     @property
     def capacity(self) -> int:
-        return task.prompt_tokens(self.steps) + self.limit
+        return task.prompt_tokens() + self.limit
 
 
 class Cell:

@@ -20,16 +20,13 @@ from benchmarks.long_answers.sampler import Sampler, generate
 from precision_policies import load_policy
 from rllib_llm.models import load_pretrained
 
-HOLD = 0.7
-"""Share of the time at the full learning rate; then a cosine down to a twentieth."""
-
 
 class Curriculum:
     """Length of the longest chain: 2 % more after every batch while the running loss is near what slips cost."""
 
-    def __init__(self, longest: int, slip: float) -> None:
+    def __init__(self, longest: int, slip: float, first: int = 8) -> None:
         self.longest, self.enough = longest, 0.1 + 4.0 * slip
-        self.limit, self.loss = 8.0, 2.0
+        self.limit, self.loss = float(first), 2.0
 
     def length(self, rng: np.random.Generator) -> int:
         """Half of the batches at the limit, half anywhere below."""
@@ -45,11 +42,21 @@ class Curriculum:
 def batch(
     rng: np.random.Generator, steps: int, tokens: int, slip: float, device: torch.device
 ) -> tuple[torch.Tensor, int]:
-    """Demonstrations int64 [n, W] of about `tokens` tokens, and where the last token of their prompts is."""
-    width = task.prompt_tokens(steps) + task.answer_tokens(steps)
-    problems = task.draw(rng, max(1, tokens // width), steps)
-    rows = np.concatenate([problems.prompts(), problems.answers(problems.values(slip, rng))], axis=1)
-    return torch.from_numpy(rows).to(device), task.prompt_tokens(steps) - 1
+    """Demonstrations int64 [n, W] of about `tokens` tokens, and where the last token of their prompts is.
+
+    A third are problems of `steps` steps, the others the first `steps` + 1 steps of longer ones: every label is met
+    at every length.
+    """
+    width = task.prompt_tokens() + task.answer_tokens(steps)
+    count = max(1, tokens // width)
+    longer = rng.integers(steps, task.LONGEST, count) + 1
+    problems = task.draw(rng, count, np.where(np.arange(count) % 3 == 0, steps, longer))
+    values = problems.values(steps + 1, slip, rng)
+    rows = np.concatenate([problems.prompts(), problems.working(values)], axis=1)
+    whole = problems.steps == steps
+    rows[whole, -3:] = np.array([task.HASH, 0, task.EOS])
+    rows[whole, -2] = task.DIGITS + values[whole, -2]
+    return torch.from_numpy(rows).to(device), task.prompt_tokens() - 1
 
 
 def answer_loss(model: Any, ids: torch.Tensor, last: int) -> torch.Tensor:
@@ -65,18 +72,19 @@ def pass_at_1(model: str, steps: int, device: torch.device, rows: int = 128) -> 
     problems = task.draw(np.random.default_rng(7), rows, steps)
     rollout = load_pretrained(model, load_policy("bf16"), side="rollout").to(device)
     limit = task.answer_tokens(steps) + 16
-    sampler = Sampler(rollout, rows, task.prompt_tokens(steps) + limit, device, task.EOS)
+    sampler = Sampler(rollout, rows, task.prompt_tokens() + limit, device, task.EOS)
     [sample] = generate([sampler], [problems.prompts()], 1, limit, [[7]])
     return float(task.rewards(problems, sample.completions).mean())
 
 
 def learning_rate(args: argparse.Namespace, step: int, progress: float) -> float:
-    decay = max(0.0, progress - HOLD) / (1.0 - HOLD)
+    """Warm-up, `hold` of the time at the full rate, then a cosine down to a twentieth."""
+    decay = max(0.0, progress - args.hold) / (1.0 - args.hold)
     return float(args.lr * min(1.0, (step + 1) / 100) * (0.05 + 0.475 * (1.0 + math.cos(math.pi * decay))))
 
 
 def pretrain(args: argparse.Namespace) -> dict[str, Any]:
-    """Train from random weights until `steps` or `seconds` are used up.
+    """Train from random weights, or those of `start`, until `steps` or `seconds` are used up.
 
     Saves BF16 weights in HF format and `pretraining.json`.
     """
@@ -84,11 +92,14 @@ def pretrain(args: argparse.Namespace) -> dict[str, Any]:
 
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
-    model: Any = Qwen3ForCausalLM(task.model_config(**json.loads(args.config))).float().to(device)
+    if args.start:
+        model: Any = Qwen3ForCausalLM.from_pretrained(args.start, dtype=torch.float32).to(device)
+    else:
+        model = Qwen3ForCausalLM(task.model_config(**json.loads(args.config))).float().to(device)
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.02, foreach=True
     )
-    rng, curriculum = np.random.default_rng(args.seed), Curriculum(args.longest, args.slip)
+    rng, curriculum = np.random.default_rng(args.seed), Curriculum(args.longest, args.slip, args.first)
     began, step, seen, history = time.time(), 0, 0, []
     while (progress := max(step / args.steps, (time.time() - began) / args.seconds)) < 1.0:
         for group in optimiser.param_groups:

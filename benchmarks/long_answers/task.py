@@ -1,11 +1,13 @@
-"""Chains of arithmetic modulo 10 with labelled working: answers as long as one likes, right or wrong at the end.
+"""Chains of arithmetic modulo 10 with counted working: answers as long as one likes, right or wrong at the end.
 
-    prompt   <bos> 3 L7 +8 L8 *7 L9 -5 =             first value, then (label, operation) per step
-    answer   L7 +8 1 L8 *7 7 L9 -5 2 # 2 <eos>       (label, operation, value) per step
+    prompt   <bos> L163 +8 . L162 *7 . L161 -5 . L160 +1 3     PERIOD operations, and the value they start from
+    answer   L159 +8 1  L158 *7 7  L157 -5 2  L156 +1 3 ... L0 +1 6 # 6 <eos>
 
-One token each, also the operation with its digit. Multipliers are 3, 7, 9, which have inverses modulo 10: a wrong value
-is never forgotten, so one slip anywhere in the working makes the answer wrong. All problems of a batch have the same
-number of steps. A label names one step, which makes copying an operation from the prompt a look-up.
+One token each, also an operation with its digit. The answer repeats the operations in turn and counts down; its steps
+(label, operation, value) look like those of the prompt, whose values are hidden but for the last. Every token follows
+from tokens at fixed distances, which is what a small model learns in minutes and what carries over to longer answers.
+Multipliers are 3, 7, 9, which have inverses modulo 10: a wrong value is never forgotten, so one slip anywhere in the
+working makes the answer wrong.
 """
 
 from __future__ import annotations
@@ -16,60 +18,62 @@ from typing import Any
 import numpy as np
 
 VOCAB = 256
-PAD, BOS, EOS, EQUALS, HASH = 0, 1, 2, 3, 4
+PAD, BOS, EOS, HIDDEN, HASH = 0, 1, 2, 3, 4
 DIGITS = 10
 OPERATIONS = 20
 """+0..+9, -0..-9, *0..*9"""
 LABELS = 64
-NUM_LABELS = VOCAB - LABELS
-PROMPT_TOKENS_PER_STEP, ANSWER_TOKENS_PER_STEP = 2, 3
+PERIOD = 4
+LONGEST = VOCAB - LABELS - PERIOD
+"""Most steps of a problem: labels count prompt and answer."""
+TOKENS_PER_STEP = 3
 
 
 @dataclass(frozen=True)
 class Problems:
-    """n problems of k steps. first int64 [n], operators (0 +, 1 -, 2 *), digits, labels int64 [n, k]."""
+    """n problems. first, steps int64 [n]; operators (0 +, 1 -, 2 *) and digits int64 [n, PERIOD]."""
 
     first: np.ndarray
     operators: np.ndarray
     digits: np.ndarray
-    labels: np.ndarray
-
-    @property
-    def steps(self) -> int:
-        return int(self.digits.shape[1])
+    steps: np.ndarray
 
     def prompts(self) -> np.ndarray:
-        """int64 [n, 2k + 3]."""
-        n, k = self.digits.shape
-        out = np.empty((n, prompt_tokens(k)), np.int64)
-        out[:, 0], out[:, 1], out[:, -1] = BOS, DIGITS + self.first, EQUALS
-        body = out[:, 2:-1].reshape(n, k, 2)
-        body[..., 0], body[..., 1] = LABELS + self.labels, self._operations()
-        return out
+        """int64 [n, 3 * PERIOD + 1]."""
+        n = len(self.first)
+        body = self._working(np.full((n, PERIOD), HIDDEN - DIGITS), -PERIOD)
+        body[:, -1] = DIGITS + self.first
+        return np.concatenate([np.full((n, 1), BOS), body], axis=1)
 
     def answers(self, values: np.ndarray) -> np.ndarray:
-        """int64 [n, 3k + 3] for the working `values` [n, k]."""
-        n, k = self.digits.shape
-        out = np.empty((n, answer_tokens(k)), np.int64)
-        body = out[:, :-3].reshape(n, k, 3)
-        body[..., 0], body[..., 1] = LABELS + self.labels, self._operations()
-        body[..., 2] = DIGITS + values
-        out[:, -3], out[:, -2], out[:, -1] = HASH, DIGITS + values[:, -1], EOS
-        return out
+        """int64 [n, 3k + 3] for the working `values` [n, k] of problems of k steps."""
+        n = len(self.first)
+        end = [np.full(n, HASH), DIGITS + values[:, -1], np.full(n, EOS)]
+        return np.concatenate([self.working(values), np.stack(end, axis=1)], axis=1)
 
-    def _operations(self) -> np.ndarray:
-        return OPERATIONS + 10 * self.operators + self.digits
+    def working(self, values: np.ndarray) -> np.ndarray:
+        """int64 [n, 3k]: the first k steps of the answers."""
+        return self._working(values, 0)
 
-    def values(self, slip: float = 0.0, rng: np.random.Generator | None = None) -> np.ndarray:
-        """int64 [n, k]; with probability `slip` a step is off by 1..9 and the next ones go on from there."""
-        n, k = self.digits.shape
+    def _working(self, values: np.ndarray, begin: int) -> np.ndarray:
+        """Steps `begin`, `begin` + 1, ... with these values."""
+        n, k = values.shape
+        out, step = np.empty((n, k, 3), np.int64), np.arange(begin, begin + k)
+        out[..., 0] = LABELS + self.steps[:, None] - 1 - step
+        out[..., 1] = OPERATIONS + (10 * self.operators + self.digits)[:, step % PERIOD]
+        out[..., 2] = DIGITS + values
+        return out.reshape(n, 3 * k)
+
+    def values(self, count: int | None = None, slip: float = 0.0, rng: Any = None) -> np.ndarray:
+        """int64 [n, count], by default all steps of the longest; with probability `slip` a step is off by 1..9 and
+        the next ones go on from there."""
+        n, k = len(self.first), int(self.steps.max()) if count is None else count
         wrong = np.zeros((n, k), np.int64)
         if slip:
-            assert rng is not None, "slips are random"
             wrong = np.where(rng.random((n, k)) < slip, rng.integers(1, 10, (n, k)), 0)
         out, value = np.empty((n, k), np.int64), self.first
         for i in range(k):
-            d, op = self.digits[:, i], self.operators[:, i]
+            d, op = self.digits[:, i % PERIOD], self.operators[:, i % PERIOD]
             value = np.where(op == 0, value + d, np.where(op == 1, value - d, value * d))
             value = (value + wrong[:, i]) % 10
             out[:, i] = value
@@ -78,23 +82,22 @@ class Problems:
 
 def answer_tokens(steps: int) -> int:
     """Tokens of a complete answer, <eos> included."""
-    return ANSWER_TOKENS_PER_STEP * steps + 3
+    return TOKENS_PER_STEP * steps + 3
 
 
-def prompt_tokens(steps: int) -> int:
-    return PROMPT_TOKENS_PER_STEP * steps + 3
+def prompt_tokens() -> int:
+    return TOKENS_PER_STEP * PERIOD + 1
 
 
-def draw(rng: np.random.Generator, count: int, steps: int) -> Problems:
-    """Random problems. Labels are consecutive from a random one on, so every label is met at every place."""
-    if not 1 <= steps <= NUM_LABELS:
-        raise ValueError(f"steps = {steps}: 1 to {NUM_LABELS}, a label names one step")
-    operators = rng.integers(0, 3, (count, steps))
-    digits = rng.integers(0, 10, (count, steps))
-    digits = np.where(operators == 2, np.array([3, 7, 9])[rng.integers(0, 3, (count, steps))], digits)
-    start = rng.integers(0, NUM_LABELS, (count, 1))
-    labels = (start + np.arange(steps)) % NUM_LABELS
-    return Problems(rng.integers(0, 10, count), operators, digits, labels)
+def draw(rng: np.random.Generator, count: int, steps: int | np.ndarray) -> Problems:
+    """Random problems of `steps` steps, one number or int64 [count]."""
+    every = np.broadcast_to(np.asarray(steps, np.int64), (count,))
+    if every.min() < 1 or every.max() > LONGEST:
+        raise ValueError(f"steps = {steps}: 1 to {LONGEST}, a label names one step")
+    operators = rng.integers(0, 3, (count, PERIOD))
+    digits = rng.integers(0, 10, (count, PERIOD))
+    digits = np.where(operators == 2, np.array([3, 7, 9])[rng.integers(0, 3, (count, PERIOD))], digits)
+    return Problems(rng.integers(0, 10, count), operators, digits, every)
 
 
 def rewards(problems: Problems, completions: list[np.ndarray]) -> np.ndarray:

@@ -61,38 +61,58 @@ def test_a_written_answer_is_right_and_a_slip_makes_it_wrong() -> None:
     )
 
 
-def test_values_follow_the_operators() -> None:
-    """(3 + 8) * 7 - 5 modulo 10, written out."""
-    one = task.Problems(np.array([3]), np.array([[0, 2, 1]]), np.array([[8, 7, 5]]), np.array([[4, 5, 6]]))
-    assert one.values().tolist() == [[1, 7, 2]]
-    label, digit, operation = task.LABELS, task.DIGITS, task.OPERATIONS
+def test_prompt_and_answer_written_out() -> None:
+    """x = 3, then + 8, * 7, - 5, * 9 in turn for five steps, modulo 10."""
+    one = task.Problems(np.array([3]), np.array([[0, 2, 1, 2]]), np.array([[8, 7, 5, 9]]), np.array([5]))
+    assert one.values().tolist() == [[1, 7, 2, 8, 6]]
+    label, digit, (a, b, c, d) = task.LABELS, task.DIGITS, (task.OPERATIONS + i for i in (8, 27, 15, 29))
+    hidden = task.HIDDEN
     assert one.prompts()[0].tolist() == [
-        task.BOS, digit + 3, label + 4, operation + 8, label + 5, operation + 27, label + 6, operation + 15, task.EQUALS
+        task.BOS, label + 8, a, hidden, label + 7, b, hidden, label + 6, c, hidden, label + 5, d, digit + 3
     ]  # fmt: skip
-    assert one.answers(one.values())[0, -6:].tolist() == [
-        label + 6, operation + 15, digit + 2, task.HASH, digit + 2, task.EOS
+    assert one.answers(one.values())[0].tolist() == [
+        label + 4, a, digit + 1, label + 3, b, digit + 7, label + 2, c, digit + 2, label + 1, d, digit + 8,
+        label, a, digit + 6, task.HASH, digit + 6, task.EOS,
     ]  # fmt: skip
+    assert len(one.prompts()[0]) == task.prompt_tokens()
+    assert len(one.answers(one.values())[0]) == task.answer_tokens(5)
 
 
 def test_every_token_is_below_the_vocabulary_and_means_one_thing() -> None:
     """Values, operations, labels and signs do not overlap."""
-    problems = task.draw(np.random.default_rng(0), 500, task.NUM_LABELS)
+    problems = task.draw(np.random.default_rng(0), 500, task.LONGEST)
     rows = np.concatenate([problems.prompts(), problems.answers(problems.values())], axis=1)
-    kinds = [{task.PAD, task.BOS, task.EOS, task.EQUALS, task.HASH}, set(range(task.DIGITS, task.DIGITS + 10)),
+    kinds = [{task.PAD, task.BOS, task.EOS, task.HIDDEN, task.HASH}, set(range(task.DIGITS, task.DIGITS + 10)),
              set(range(task.OPERATIONS, task.OPERATIONS + 30)), set(range(task.LABELS, task.VOCAB))]  # fmt: skip
     assert sum(map(len, kinds)) == len(set().union(*kinds))
     assert set(np.unique(rows)) <= set().union(*kinds)
+    assert set(np.unique(rows)) >= kinds[3]
+    with pytest.raises(ValueError, match=f"steps = {task.LONGEST + 1}: 1 to {task.LONGEST}"):
+        task.draw(np.random.default_rng(0), 1, task.LONGEST + 1)
+
+
+def _problems_of(ids: torch.Tensor) -> task.Problems:
+    """Read prompts back."""
+    prompts = ids[:, 1 : task.prompt_tokens()].reshape(len(ids), task.PERIOD, 3).numpy()
+    operations = prompts[..., 1] - task.OPERATIONS
+    return task.Problems(
+        prompts[:, -1, 2] - task.DIGITS, operations // 10, operations % 10, prompts[:, -1, 0] - task.LABELS
+    )
 
 
 def test_pretraining_learns_and_leaves_a_model_that_the_study_loads(tmp_path: Path) -> None:
     """A few seconds teach the form of an answer; only tokens of answers are trained."""
-    ids, last = pretrain.batch(np.random.default_rng(0), 5, 120, 0.0, CPU)
-    assert ids.shape == (120 // 31, 31)
-    assert ids[:, last].eq(task.EQUALS).all()
+    ids, last = pretrain.batch(np.random.default_rng(0), 5, 200, 0.0, CPU)
+    width = task.prompt_tokens() + task.answer_tokens(5)
+    assert ids.shape == (200 // width, width)
     assert ids[:, last + 1].ge(task.LABELS).all()
+    assert ids[:, last].lt(task.OPERATIONS).all()
+    assert ids[:, -1].eq(task.EOS).tolist() == [i % 3 == 0 for i in range(len(ids))]
+    assert ids[0, -2] == ids[0, -4]
+    assert task.rewards(_problems_of(ids[:1]), [ids[0, last + 1 :].numpy()]).all()
     made = pretrain.pretrain(argparse.Namespace(
         out=str(tmp_path), steps=90, seconds=100.0, lr=5e-3, slip=0.0, longest=4, batch_tokens=512,
-        config=json.dumps(SMALL), seed=0, measure=[2], log_every=5, device="cpu",
+        first=8, hold=0.7, start=None, config=json.dumps(SMALL), seed=0, measure=[2], log_every=5, device="cpu",
     ))  # fmt: skip
     history = json.loads((tmp_path / "pretraining.json").read_text())["history"]
     assert made["steps"] == 90
