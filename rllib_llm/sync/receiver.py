@@ -129,8 +129,8 @@ def receive(
             raise MixedWeightsError(
                 "the engine holds other bytes than it verified: " + "; ".join(problems[:5])
             )
-        finish(manifest.version)
         incoming.finished()
+        finish(manifest.version)
     except BaseException as error:
         incoming.refuse(str(error))
         if isinstance(error, WeightTransportError):

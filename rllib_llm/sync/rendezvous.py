@@ -48,8 +48,11 @@ class Meeting:
     # ------------------------------------------------------------------ both
 
     def put(self, key: str, text: str = _OK) -> None:
-        """Write a key that the other side waits for."""
-        self.store.set(self._key(key), text)
+        """Write a key that the other side waits for; WeightTransportError if the store is gone."""
+        try:
+            self.store.set(self._key(key), text)
+        except DistError as error:
+            raise WeightTransportError(f"the learner's store is gone ({error})") from error
 
     def wait(self, keys: Sequence[str], what: str) -> list[str]:
         """Texts of `keys` once all are there.
