@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.cli import table
+from rllib_llm.cli.shell import command_line
 
 
 class UsageError(ValueError):
@@ -106,7 +107,7 @@ def _refuse_finished(directory: Path, checkpoint: Path, iterations: int) -> None
     if read_metadata(str(checkpoint))["training_iteration"] >= iterations:
         raise UsageError(
             f"{directory} has run all of its {iterations} iterations. Train longer with, for example, "
-            f"rllib-llm train --resume {directory} run.iterations={2 * iterations}"
+            f"{command_line('rllib-llm', 'train', '--resume', directory, f'run.iterations={2 * iterations}')}"
         )
 
 

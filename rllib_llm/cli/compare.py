@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.cli.commands import UsageError, _positive, new_parser
+from rllib_llm.cli.shell import command_line
 
 if TYPE_CHECKING:
+    from precision_policies import PrecisionPolicy
+    from precision_policies.errors import Violation
     from rllib_llm.compare.experiment import Plan
     from rllib_llm.compare.report import Options, Report
 
@@ -96,38 +99,62 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from rllib_llm.compare.figures import require_matplotlib
+    from rllib_llm.experiment import ExperimentError
 
     require_matplotlib()  # not after hours of training
     options = _options(arguments)
+    if problems := options.problems():
+        raise ExperimentError("report options", problems)
     if arguments.resume is not None:
         if arguments.config or arguments.policies or arguments.seeds or arguments.iterations or arguments.out:
             raise UsageError(
                 "--resume takes config, policies, seeds and iterations from the directory; drop the others."
             )
         directory = Path(arguments.resume).expanduser().absolute()
-        return _run(read_plan(directory, arguments.concurrent), directory, options, resume=True)
+        plan = read_plan(directory, arguments.concurrent)
+        _check_baseline(plan, options)
+        return _run(plan, directory, options, resume=True)
     if arguments.config is None or "=" in arguments.config or not arguments.policies:
         raise UsageError(_NEEDS)
     plan = _new_plan(arguments)
     plan.configs()  # before a directory is made
+    _check_baseline(plan, options)
+    return _run(plan, _new_directory(plan, arguments.out), options, resume=False)
+
+
+def _check_baseline(plan: Plan, options: Options) -> None:
     if options.baseline is not None and options.baseline not in plan.arms:
         raise UsageError(
             f"--baseline {options.baseline}: no policy of this comparison ({', '.join(plan.arms)})."
         )
-    return _run(plan, _new_directory(plan, arguments.out), options, resume=False)
 
 
 def _new_plan(arguments: argparse.Namespace) -> Plan:
-    from precision_policies import load_policy
     from rllib_llm.compare.experiment import Plan
     from rllib_llm.experiment_file import load_experiment
 
     experiment = load_experiment(arguments.config, arguments.overrides)
-    policies = tuple(load_policy(name.strip()) for name in arguments.policies.split(",") if name.strip())
-    seeds = _seeds(arguments.seeds or "5", experiment.run.seed)
+    policies = _policies(arguments.policies)
+    seeds = _seeds("5" if arguments.seeds is None else arguments.seeds, experiment.run.seed)
     return Plan(
         experiment, policies, seeds, arguments.iterations or experiment.run.iterations, arguments.concurrent
     )
+
+
+def _policies(text: str) -> tuple[PrecisionPolicy, ...]:
+    """Policies by name or file. Raises PolicyError with what is wrong with any of them."""
+    from precision_policies import PolicyError, load_policy
+
+    policies: list[PrecisionPolicy] = []
+    violations: list[Violation] = []
+    for name in filter(None, map(str.strip, text.split(","))):
+        try:
+            policies.append(load_policy(name))
+        except PolicyError as error:
+            violations += error.violations
+    if violations:
+        raise PolicyError(f"--policies {text}", violations)
+    return tuple(policies)
 
 
 def _seeds(text: str, first: int) -> tuple[int, ...]:
@@ -137,7 +164,7 @@ def _seeds(text: str, first: int) -> tuple[int, ...]:
         raise UsageError(f"--seeds {text}: a number of seeds, or seeds with commas between them.") from None
     if "," in text:
         return tuple(numbers)
-    if numbers[0] < 1:
+    if not numbers or numbers[0] < 1:
         raise UsageError(f"--seeds {text}: at least 1.")
     return tuple(range(first, first + numbers[0]))
 
@@ -178,7 +205,7 @@ def read_plan(directory: Path, concurrent: int | None) -> Plan:
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise UsageError(
             f"{files[1]} does not hold the plan of a comparison ({type(error).__name__}: {error}); its raw results can "
-            f"still be reported: rllib-llm report {directory}"
+            f"still be reported: {command_line('rllib-llm', 'report', directory)}"
         ) from error
     experiment = load_experiment(files[0])
     return Plan(experiment, policies, seeds, iterations, concurrent)

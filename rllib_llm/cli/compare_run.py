@@ -14,6 +14,7 @@ from rllib_llm.cli.cluster import start_ray
 from rllib_llm.cli.directories import EXPERIMENT_FILE, earlier_run_ids
 from rllib_llm.cli.interrupt import Interrupt
 from rllib_llm.cli.progress import status_text
+from rllib_llm.cli.shell import command_line
 from rllib_llm.compare.curves import CurveWriter
 from rllib_llm.compare.experiment import (
     TRIALS,
@@ -108,7 +109,7 @@ def _outcome(
         if tracking.report is not None and not tracking.report.complete:
             problems.append(str(tracking.report))
     if finished < cells:
-        problems.append(f"Go on with:  rllib-llm compare --resume {writer.directory}")
+        problems.append(f"Go on with:  {command_line('rllib-llm', 'compare', '--resume', writer.directory)}")
     status = 130 if interrupted and finished < cells else int(finished < cells)
     return ComparisonOutcome(f"{finished} of {cells} cells finished", status, tracking, problems)
 

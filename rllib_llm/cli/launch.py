@@ -19,6 +19,7 @@ from rllib_llm.cli.directories import (
 from rllib_llm.cli.history import HistoryCallback, read_history
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
 from rllib_llm.cli.progress import ProgressCallback
+from rllib_llm.cli.shell import command_line
 from rllib_llm.cli.summary import closing_table
 from rllib_llm.experiment import Experiment
 from rllib_llm.files import write_whole
@@ -192,7 +193,8 @@ def _report(outcome: Outcome, policy: str, fingerprint: str) -> None:
     if outcome.status in ("failed", "interrupted"):
         if outcome.checkpoint is not None:
             _say(
-                f"\nGo on from the checkpoint with:  {_tool('rllib-llm')} train --resume {outcome.directory}"
+                "\nGo on from the checkpoint with:  "
+                + command_line(_tool("rllib-llm"), "train", "--resume", outcome.directory)
             )
         else:
             _say("\nThere is no checkpoint yet to go on from.")
@@ -201,7 +203,8 @@ def _report(outcome: Outcome, policy: str, fingerprint: str) -> None:
 def how_to_look(store: str) -> str:
     """The command that shows a local store, and the page (MLflow 3 opens on one for traces, which shows no runs)."""
     page = "http://127.0.0.1:5000/#/experiments?workflowType=machine_learning"
-    return f"look at it:  {_tool('mlflow')} ui --backend-store-uri {store}\n        then  {page}"
+    command = command_line(_tool("mlflow"), "ui", "--backend-store-uri", store)
+    return f"look at it:  {command}\n        then  {page}"
 
 
 def _tool(name: str) -> str:

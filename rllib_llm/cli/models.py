@@ -12,6 +12,7 @@ from typing import Any
 
 from rllib_llm.cli import table
 from rllib_llm.cli.commands import UsageError, new_parser
+from rllib_llm.cli.shell import command_line
 
 DIFFERS = 3  # exit status: a registered model is not what it says it is
 
@@ -49,11 +50,12 @@ def add_models_parser(subparsers: Any) -> None:
         help="hf: the masters; fp8: the bytes of the rollout (default: fp8 where the model has it)",
     )
     export.set_defaults(run=_export)
-    for action in actions.choices.values():
+    for name, action in actions.choices.items():
+        own = "the one that the directory's runs were tracked in, else " if name == "register" else ""
         action.add_argument(
             "--tracking-uri",
             metavar="URI",
-            help="MLflow store (default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db)",
+            help=f"MLflow store (default: {own}MLFLOW_TRACKING_URI, else sqlite:///mlflow.db)",
         )
 
 
@@ -110,7 +112,7 @@ def _register(arguments: argparse.Namespace) -> int:
     )
     for obstacle in made.obstacles:
         print(f"note: stock vLLM on fp8/: {obstacle}")
-    print(f"check it: rllib-llm models verify {reference}{_uri_option(arguments)}")
+    print(f"check it: {_verify_command(reference, arguments)}")
     return 0
 
 
@@ -190,8 +192,8 @@ def _export(arguments: argparse.Namespace) -> int:
     verdict = verify_package(root, entry.tags)
     if verdict.violations or verdict.manifest is None:
         raise UsageError(
-            f"{entry.uri} is not what was registered, nothing was written: rllib-llm models verify "
-            f"{arguments.model}{_uri_option(arguments)}"
+            f"{entry.uri} is not what was registered, nothing was written: "
+            f"{_verify_command(arguments.model, arguments)}"
         )
     manifest = verdict.manifest
     form = arguments.format or ("hf" if manifest.fp8 is None else "fp8")
@@ -209,9 +211,8 @@ def _export(arguments: argparse.Namespace) -> int:
     variables = serving_environment(owner.policy) if form == "fp8" else {}
     dtype = owner.policy.compute_dtype
     print("serve it with stock vLLM, without this package:")
-    print(
-        "  " + " ".join([*(f"{k}={v}" for k, v in variables.items()), f"vllm serve {target} --dtype {dtype}"])
-    )
+    serve = command_line("vllm", "serve", target, "--dtype", dtype)
+    print("  " + " ".join([*(f"{key}={value}" for key, value in variables.items()), serve]))
     return 0
 
 
@@ -219,5 +220,6 @@ def _reference(entry: Any) -> str:
     return f"{entry.name}@{entry.aliases[0]}" if entry.aliases else f"{entry.name}/{entry.version}"
 
 
-def _uri_option(arguments: argparse.Namespace) -> str:
-    return f" --tracking-uri {arguments.tracking_uri}" if arguments.tracking_uri else ""
+def _verify_command(model: str, arguments: argparse.Namespace) -> str:
+    option = ["--tracking-uri", arguments.tracking_uri] if arguments.tracking_uri else []
+    return command_line("rllib-llm", "models", "verify", model, *option)

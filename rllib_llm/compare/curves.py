@@ -96,11 +96,8 @@ class CurveWriter:
         """One iteration; flushed at once. A later row of the same arm, seed and iteration replaces an earlier one."""
         record = {"arm": arm, "seed": int(seed), "iteration": int(iteration)}
         record |= {name: float(value) for name, value in metrics.items() if name not in _KEYS}
-        with self._file.open("a+", encoding="utf-8") as file:
-            file.seek(0)
-            size = file.seek(0, 2)
-            if size and not _ends_a_line(self._file):  # a process was ended while it wrote
-                file.write("\n")
+        _end_last_line(self._file)
+        with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def describe(self, **entries: Any) -> None:
@@ -128,7 +125,7 @@ class CurveWriter:
 def read_curves(directory: str | Path) -> Curves:
     """Every ``curves*.jsonl`` and ``curves*.csv`` of a directory, in order of name, and its ``compare.json``.
 
-    A last line of a JSON-lines file that has no end is left out: a process was ended while it wrote it.
+    A last line of a JSON-lines file that is cut off is left out: a process was ended while it wrote it.
     Raises CurvesError listing what cannot be read, with file and line.
     """
     folder = Path(directory).expanduser()
@@ -139,12 +136,16 @@ def read_curves(directory: str | Path) -> Curves:
         if path.name.startswith("curves") and path.suffix in (".jsonl", ".csv")
     )
     if not files:
-        raise CurvesError(folder, ["no curves*.jsonl or curves*.csv here; see docs/experiments.md."])
+        what = "no curves*.jsonl or curves*.csv here" if folder.is_dir() else "no such directory"
+        raise CurvesError(folder, [f"{what}; see docs/experiments.md."])
     rows: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
     for file in files:
         records = _json_records(file, problems) if file.suffix == ".jsonl" else _csv_records(file, problems)
-        for place, record in records:
-            _take(record, place, rows, problems)
+        try:
+            for place, record in records:
+                _take(record, place, rows, problems)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            problems.append(f"{file.name}: cannot be read as UTF-8 text ({error}).")
     description = _read_description(folder / DESCRIPTION_FILE, problems)
     statuses = _statuses(description, problems)
     if problems:
@@ -179,9 +180,9 @@ def _take(record: Mapping[str, Any], place: str, rows: Any, problems: list[str])
         wrong.append(f"{place}: iteration = {iteration!r} must be a whole number >= 1.")
     values = {key: value for key, value in record.items() if key not in _KEYS and value is not None}
     wrong += [
-        f"{place}: {key} = {value!r} must be a number, null or left out."
+        f"{place}: {key} = {str(value)[:60]!r} must be a number, null or left out."
         for key, value in values.items()
-        if isinstance(value, bool) or not isinstance(value, (int, float))
+        if not _number(value)
     ]
     if wrong:
         problems += wrong
@@ -193,8 +194,18 @@ def _whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # a whole number above 1.8e308
+        return False
+    return True
+
+
 def _json_records(file: Path, problems: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    lines = file.read_text(encoding="utf-8").split("\n")
+    lines = file.read_text(encoding="utf-8-sig").split("\n")  # Windows programs put a mark in front
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -211,7 +222,7 @@ def _json_records(file: Path, problems: list[str]) -> Iterator[tuple[str, dict[s
 
 
 def _csv_records(file: Path, problems: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    with file.open(newline="", encoding="utf-8") as stream:
+    with file.open(newline="", encoding="utf-8-sig") as stream:
         reader = csv.DictReader(stream)
         if missing := [key for key in _KEYS if key not in (reader.fieldnames or ())]:
             problems.append(f"{file.name}, line 1: no column {', '.join(missing)}.")
@@ -239,8 +250,8 @@ def _read_description(file: Path, problems: list[str]) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
         problems.append(f"{file.name}: no JSON ({error}).")
         return {}
     if not isinstance(found, dict):
@@ -248,13 +259,36 @@ def _read_description(file: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     if found.get("schema", SCHEMA) != SCHEMA:
         problems.append(f"{file.name}: schema = {found['schema']!r}; this version reads {SCHEMA!r}.")
-    kinds = {"planned": dict, "arms": dict, "environment": dict, "runs": list, "notes": list}
-    problems += [
-        f"{file.name}: {key} must be {'an object' if kind is dict else 'a list'}."
-        for key, kind in kinds.items()
-        if key in found and not isinstance(found[key], kind)
-    ]
+    problems += [f"{file.name}: {text}" for text in _wrong_kinds(found)]
     return found
+
+
+def _wrong_kinds(found: Mapping[str, Any]) -> Iterator[str]:
+    """What in `compare.json` has another type than docs/experiments.md says."""
+    names = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
+    kinds = {"planned": dict, "arms": dict, "environment": dict, "runs": list, "notes": list}
+    kinds |= {"title": str, "baseline": str, "config": str}
+    planned = found["planned"] if isinstance(found.get("planned"), dict) else {}
+    arms = found["arms"] if isinstance(found.get("arms"), dict) else {}
+    places = [
+        *((key, found[key], kind) for key, kind in kinds.items() if key in found),
+        *(
+            (f"planned.{key}", planned[key], kind)
+            for key, kind in {"arms": list, "seeds": list, "iterations": int}.items()
+            if key in planned
+        ),
+        *(
+            (f"planned.{key}[{i}]", item, kind)
+            for key, kind in {"arms": str, "seeds": int}.items()
+            if isinstance(planned.get(key), list)
+            for i, item in enumerate(planned[key])
+        ),
+        *((f"arms.{arm}", entry, dict) for arm, entry in arms.items()),
+    ]
+    for place, value, kind in places:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            shown = "" if isinstance(value, (dict, list)) else f" = {str(value)[:60]!r}"
+            yield f"{place}{shown} must be {names[kind]}."
 
 
 def _statuses(description: Mapping[str, Any], problems: list[str]) -> dict[tuple[str, int], tuple[str, str]]:
@@ -263,6 +297,11 @@ def _statuses(description: Mapping[str, Any], problems: list[str]) -> dict[tuple
     for number, entry in enumerate(entries if isinstance(entries, list) else ()):
         if not isinstance(entry, dict) or not {"arm", "seed", "status"} <= set(entry):
             problems.append(f"{DESCRIPTION_FILE}: runs[{number}] needs arm, seed and status.")
+        elif not isinstance(entry["arm"], str) or not _whole(entry["seed"], 0):
+            problems.append(
+                f"{DESCRIPTION_FILE}: runs[{number}] has arm = {entry['arm']!r}, seed = {entry['seed']!r}; a text and "
+                "a whole number >= 0 are needed."
+            )
         elif entry["status"] not in STATUSES:
             problems.append(
                 f"{DESCRIPTION_FILE}: runs[{number}].status = {entry['status']!r} must be one of {', '.join(STATUSES)}."
@@ -272,10 +311,21 @@ def _statuses(description: Mapping[str, Any], problems: list[str]) -> dict[tuple
     return out
 
 
-def _ends_a_line(file: Path) -> bool:
-    with file.open("rb") as stream:
+def _end_last_line(file: Path) -> None:
+    """Cuts away a last line that a process was ended in the middle of: with a row after it the file were unreadable."""
+    if not file.is_file() or not file.stat().st_size:
+        return
+    with file.open("rb+") as stream:
         stream.seek(-1, 2)
-        return stream.read(1) == b"\n"
+        if stream.read(1) == b"\n":
+            return
+        stream.seek(0)
+        whole, _, last = stream.read().rpartition(b"\n")
+        try:
+            json.loads(last)
+            stream.write(b"\n")
+        except ValueError:
+            stream.truncate(len(whole) + 1 if whole else 0)
 
 
 def finite(values: Iterable[float]) -> list[float]:

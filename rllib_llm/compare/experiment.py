@@ -54,8 +54,12 @@ class Plan:
         Raises ExperimentError with the problems of all arms, each once.
         """
         problems: list[str] = [] if len(self.arms) == len(set(self.arms)) else [self._doubled()]
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            problems.append(f"seeds = {list(self.seeds)} must name at least one seed, and none twice.")
+        if not self.policies:
+            problems.append("policies: none given.")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            problems.append(
+                f"seeds = {list(self.seeds)} must name at least one seed, none twice and none below 0."
+            )
         if self.iterations < 1:
             problems.append(f"iterations = {self.iterations} must be at least 1.")
         out = []

@@ -102,8 +102,12 @@ def _percent(share: float) -> str:
 
 def _ranking(found: Findings) -> Iterator[str]:
     ranking, arms = found.ranking, len(found.values)
+    missing = [arm for arm in found.curves.arms if arm not in found.values]
+    if missing:
+        yield f"Not ranked, because no run of it has a finite reward that counts: {', '.join(missing)}."
     if not ranking.pairs:
-        yield "There is one arm: nothing to rank."
+        count = f"{'one' if arms else 'no'} arm{' with a final reward' if missing else ''}"
+        yield f"There is {count}: nothing to rank."
         return
     if not ranking.enough:
         fewest = min(len(values) for values in found.values.values())
@@ -213,9 +217,12 @@ def _cost(found: Findings) -> Iterator[str]:
 def _incomplete(found: Findings) -> Iterator[str]:
     running = [run for run in found.curves.runs if run.status == "running"]
     planned = found.curves.description.get("planned") or {}
+    stated = bool(found.curves.description.get("runs") or planned.get("iterations"))
     wanted = {(arm, seed) for arm in planned.get("arms", ()) for seed in planned.get("seeds", ())}
     missing = wanted - {(run.arm, run.seed) for run in found.curves.runs}
-    if running or missing:
+    if running and not stated:
+        yield "Whether the runs are complete is not known: compare.json states neither runs nor planned iterations."
+    elif running or missing:
         parts = [f"{len(running)} under way"] if running else []
         parts += [f"{len(missing)} of those planned not begun"] if missing else []
         yield f"Not all runs are complete: {', '.join(parts)}."

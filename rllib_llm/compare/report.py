@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,17 @@ class Options:
     margin: float = 0.01
     last: int = 5
 
+    def problems(self) -> list[str]:
+        """What is wrong with the values themselves, whatever the results."""
+        found = []
+        if self.last < 1:
+            found.append(f"last = {self.last} must be at least 1.")
+        if not 0 < self.margin < 1:
+            found.append(f"margin = {self.margin} must be above 0 and below 1 (0.01 is one per cent).")
+        if self.target is not None and not math.isfinite(self.target):
+            found.append(f"target = {self.target} must be a finite number.")
+        return found
+
 
 @dataclass(frozen=True)
 class Report:
@@ -51,7 +63,10 @@ def write_report(directory: str | Path, options: Options | None = None) -> tuple
     curves = read_curves(folder)
     report = build_report(curves, options or Options(), folder)
     file = folder / REPORT_FILE
-    write_whole(file, report.html)
+    try:
+        write_whole(file, report.html)
+    except OSError as error:
+        raise CurvesError(folder, [f"{REPORT_FILE} cannot be written here ({error.strerror})."]) from error
     return file, report
 
 
@@ -79,7 +94,7 @@ def _baseline(curves: Curves, options: Options) -> str:
 
 
 def _check(curves: Curves, options: Options, baseline: str, source: Path) -> None:
-    problems = []
+    problems = options.problems()
     if baseline not in curves.arms:
         problems.append(f"baseline = {baseline!r} is no arm of these results ({', '.join(curves.arms)}).")
     if not curves.measured(options.metric):
@@ -88,10 +103,6 @@ def _check(curves: Curves, options: Options, baseline: str, source: Path) -> Non
         problems.append(
             f"metric = {options.metric!r} is in no row. Measured: {', '.join(rewards or names) or 'nothing'}."
         )
-    if options.last < 1:
-        problems.append(f"last = {options.last} must be at least 1.")
-    if not 0 < options.margin < 1:
-        problems.append(f"margin = {options.margin} must be above 0 and below 1 (0.01 is one per cent).")
     if problems:
         raise CurvesError(source, problems)
 

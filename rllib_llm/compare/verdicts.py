@@ -37,7 +37,7 @@ _NOISE_FACTOR = 6.0
 _TARGET_SHARE = 0.9
 
 RULES = {
-    "final": "Final reward of a run: mean of its last {last} measured values up to the horizon. The horizon is "
+    "final": "Final reward of a run: mean of its last {last} finite values up to the horizon. The horizon is "
     "the largest iteration that every run reached which has not failed; runs that are still under way "
     "with less than half of the longest run are left out and named. A run that failed or was halted "
     "counts with its own last values.",

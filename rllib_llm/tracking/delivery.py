@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import threading
 import time
 from collections import deque
@@ -44,9 +45,8 @@ class DeliveryReport:
         ]
         lines += [f"  refused: {line}" for line in self.refused[:5]]
         if self.spool is not None:
-            lines.append(
-                f"  the rest waits in {self.spool}; send it with: rllib-llm tracking send {self.spool}"
-            )
+            command = f"rllib-llm tracking send {shlex.quote(str(self.spool))}"
+            lines.append(f"  the rest waits in {self.spool}; send it with: {command}")
         return "\n".join(lines)
 
 

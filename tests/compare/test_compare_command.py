@@ -1,6 +1,7 @@
 """`rllib-llm compare` on the shipped model: interrupted, resumed, reported and tracked."""
 
 import os
+import shlex
 import signal
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from mlflow import MlflowClient
 from precision_policies import load_policy
 from rllib_llm.cli import main
 from rllib_llm.cli.main import build_parser
+from rllib_llm.cli.shell import command_line
 from rllib_llm.compare import CurveWriter, experiment, read_curves
 from rllib_llm.experiment_file import load_experiment
 
@@ -164,6 +166,11 @@ def test_results_without_a_plan_are_no_comparison_to_go_on_with(tmp_path, capsys
         (["quickstart", "--policies", "bf16,bf16"], "policies: bf16 more than once"),
         (["quickstart", "--policies", "bf17"], "bf17"),
         (["quickstart", "--policies", "bf16", "--seeds", "many"], "--seeds many"),
+        (["quickstart", "--policies", "bf17,bf16,fp61"], "fp61"),
+        (["quickstart", "--policies", ","], "policies: none given"),
+        (["quickstart", "--policies", "bf16", "--seeds", " "], "at least 1"),
+        (["quickstart", "--policies", "bf16", "--seeds=0,-1"], "none below 0"),
+        (["quickstart", "--policies", "bf16", "--margin", "7", "--target", "nan"], "2 problems"),
         (["quickstart", "--policies", "bf16", "--seeds", "0"], "--seeds 0: at least 1"),
         (["quickstart", "--policies", "bf16", "--seeds", "3,3"], "none twice"),
         (["quickstart", "--policies", "bf16", "--baseline", "fp16"], "--baseline fp16"),
@@ -187,6 +194,15 @@ def test_report_of_a_directory_without_results_is_refused(tmp_path, capsys):
     """`rllib-llm report` says what it looked for."""
     assert main(["report", str(tmp_path)]) == 2
     assert "no curves*.jsonl or curves*.csv here" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+
+
+def test_commands_to_paste_survive_spaces():
+    """What is printed for the user to run is what a shell reads back."""
+    assert shlex.split(command_line("rllib-llm", "compare", "--resume", "my results/a'b")) == [
+        "rllib-llm", "compare", "--resume", "my results/a'b",
+    ]  # fmt: skip
 
 
 def test_overrides_may_stand_after_options():

@@ -61,8 +61,45 @@ def test_a_line_without_its_end_is_left_out_and_written_past(tmp_path):
     file.write_text(file.read_text() + '{"arm": "x", "seed": 0, "itera')
     assert list(read_curves(tmp_path).runs[0].rows) == [1]
     CurveWriter(tmp_path).row("x", 0, 2, {"r": 2.0})
-    with pytest.raises(CurvesError, match=r"curves\.jsonl, line 2: no JSON"):
+    assert read_curves(tmp_path).runs[0].series("r") == {1: 1.0, 2: 2.0}
+
+
+def test_a_whole_line_without_its_newline_is_kept(tmp_path):
+    """Only what cannot be read is cut away, also when nothing stands before it."""
+    file = tmp_path / "curves.jsonl"
+    file.write_text('{"arm": "x", "seed": 0, "iteration": 1, "r": 1.0}')
+    CurveWriter(tmp_path).row("x", 0, 2, {"r": 2.0})
+    assert read_curves(tmp_path).runs[0].series("r") == {1: 1.0, 2: 2.0}
+    file.write_text('{"arm": "x", "se')
+    CurveWriter(tmp_path).row("x", 0, 3, {"r": 3.0})
+    assert read_curves(tmp_path).runs[0].series("r") == {3: 3.0}
+
+
+def test_a_byte_order_mark_is_no_data(tmp_path):
+    """CSV and JSON lines that a Windows program has saved are read like others."""
+    (tmp_path / "curves1.csv").write_text("arm,seed,iteration,r\nx,0,1,1\n", encoding="utf-8-sig")
+    (tmp_path / "curves2.jsonl").write_text(
+        '{"arm": "x", "seed": 0, "iteration": 2, "r": 2}\n', encoding="utf-8-sig"
+    )
+    assert read_curves(tmp_path).runs[0].series("r") == {1: 1.0, 2: 2.0}
+
+
+def test_files_of_other_kinds_are_told_not_crashed_on(tmp_path):
+    """Bytes that are no text, numbers that no float holds, and a description of other types: one error for all."""
+    (tmp_path / "curves1.jsonl").write_bytes(b"\xff\xfe")
+    (tmp_path / "curves2.jsonl").write_text(f'{{"arm": "x", "seed": 0, "iteration": 1, "r": {10**400}}}\n')
+    (tmp_path / "compare.json").write_text(
+        '{"title": 5, "baseline": ["x"], "planned": {"arms": [3], "seeds": "two", "iterations": "10"},'
+        ' "arms": {"x": 3}, "runs": [{"arm": ["x"], "seed": {}, "status": "finished"}]}'
+    )
+    with pytest.raises(CurvesError) as caught:
         read_curves(tmp_path)
+    assert len(caught.value.problems) == 9
+    for part in (
+        "curves1.jsonl: cannot be read as UTF-8", "r = '1000", "title = '5'", "baseline must be a text",
+        "planned.arms[0] = '3'", "planned.seeds = 'two'", "planned.iterations = '10'", "arms.x = '3'", "runs[0] has arm = ['x']",
+    ):  # fmt: skip
+        assert part in str(caught.value)
 
 
 def test_all_problems_are_listed_with_their_lines(tmp_path):

@@ -192,6 +192,25 @@ def test_an_incomplete_comparison_says_so(tmp_path):
     assert said(report, "Not all runs") == sentence
 
 
+def test_arms_without_a_finite_reward_are_named_not_dropped(tmp_path):
+    """Two arms are not called one, and an arm of NaN does not vanish from the ranking unsaid."""
+    arms = {**THREE, "nan": lambda i, s: math.nan}
+    write(tmp_path, arms, seeds=4)
+    report = write_report(tmp_path)[1]
+    assert said(report, "Not ranked").endswith("that counts: nan.")
+    write(tmp_path / "all", {"a": arms["nan"], "b": arms["nan"]}, seeds=2)
+    report = write_report(tmp_path / "all", Options(baseline="a"))[1]
+    assert said(report, "nothing to rank") == "There is no arm with a final reward: nothing to rank."
+
+
+def test_results_without_a_plan_are_not_called_incomplete(tmp_path):
+    """Where compare.json says nothing of runs, nothing is known of their end."""
+    write(tmp_path, THREE, seeds=1)
+    (tmp_path / "compare.json").unlink()
+    report = write_report(tmp_path)[1]
+    assert said(report, "complete").startswith("Whether the runs are complete is not known")
+
+
 def test_position_is_weighted_by_tokens(five):
     """k3 by position is the mean over tokens: 0.01 and 0.02 in the two buckets of "mixed", 0 for the others."""
     from rllib_llm.compare.sections import _at_position
