@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,39 @@ class Manifest:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{file} is not a manifest of ours: {error!r}") from error
-        if not isinstance(manifest.files, dict) or not isinstance(manifest.tensors, dict):
-            raise ManifestError(f"{file} is not a manifest of ours: files and tensors must be objects")
+        if problems := list(_problems(manifest)):
+            raise ManifestError(f"{file} is not a manifest of ours: {'; '.join(problems)}")
         return manifest
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """Values of another type than `Manifest` says, and folders that are not in the directory."""
+    texts = ("policy_name", "policy_fingerprint", "plan_hash", "masters", "tensor_hash_probe")
+    for name in texts:
+        if not isinstance(getattr(manifest, name), str):
+            yield f"{name} must be a text"
+    for name in ("masters", "fp8"):
+        folder = getattr(manifest, name)
+        if isinstance(folder, str) and (Path(folder).name != folder or folder in ("", "..")):
+            yield f"{name} = {folder!r} must be the name of a folder beside it"
+        elif name == "fp8" and not isinstance(folder, str | None):
+            yield "fp8 must be a text or null"
+    if not isinstance(manifest.files, dict) or not all(map(_is_file_entry, manifest.files.values())):
+        yield "files must map paths to sha256 (text) and bytes (whole number)"
+    if not isinstance(manifest.tensors, dict) or not all(
+        isinstance(v, str) for v in manifest.tensors.values()
+    ):
+        yield "tensors must map names to hashes"
+    if not isinstance(manifest.lineage, dict):
+        yield "lineage must be an object"
+
+
+def _is_file_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("sha256"), str)
+        and isinstance(entry.get("bytes"), int)
+    )
 
 
 def hash_files(root: Path) -> dict[str, dict[str, Any]]:

@@ -95,14 +95,12 @@ class Registry:
                 f"{ref}: say which version, NAME@ALIAS or NAME/VERSION. {self._known(ref.name)}"
             )
         try:
-            if ref.alias is not None:
-                version = self.client.get_model_version_by_alias(ref.name, ref.alias).version
-            else:
+            with self.answering("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 version = ref.version
-            found = self.client.get_model_version(ref.name, str(version))
+                if ref.alias is not None:
+                    version = self.client.get_model_version_by_alias(ref.name, ref.alias).version
+                found = self.client.get_model_version(ref.name, str(version))
         except MlflowException as error:
-            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                raise
             raise RegistryError(f"{ref} is not in {self.registry_uri}. {self._known(ref.name)}") from error
         return _entry(found)
 
@@ -111,7 +109,8 @@ class Registry:
         query = None if name is None else "name = '{}'".format(name.replace("'", "\\'"))
         found, token = [], None
         while True:
-            page = self.client.search_model_versions(query, max_results=200, page_token=token)
+            with self.answering():
+                page = self.client.search_model_versions(query, max_results=200, page_token=token)
             found += [self.find(Reference(v.name, version=str(v.version))) for v in page]
             token = page.token
             if not token:
@@ -122,8 +121,24 @@ class Registry:
         found = self.client.search_model_versions(f"tags.`{MANIFEST_TAG}` = '{digest}'", max_results=200)
         return min(map(_entry, found), key=lambda entry: entry.created_ms, default=None)
 
+    @contextmanager
+    def answering(self, *expected: str) -> Iterator[None]:
+        """Turns what MLflow raises into a RegistryError that names the store, all but the `expected` error codes."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except MlflowException as error:
+            if error.error_code in expected:
+                raise
+            raise RegistryError(
+                f"the MLflow store {self.uri} did not answer as it should: {str(error)[:300]}. Is the address right "
+                "(--tracking-uri, MLFLOW_TRACKING_URI), and does its server run?"
+            ) from error
+
     def _known(self, name: str) -> str:
-        names = [m.name for m in self.client.search_registered_models(max_results=200)]
+        with self.answering():
+            names = [m.name for m in self.client.search_registered_models(max_results=200)]
         if name in names:
             shown = [
                 f"{e.version}{' (' + ', '.join(e.aliases) + ')' if e.aliases else ''}"

@@ -11,6 +11,7 @@ __all__ = ["SCHEME", "Reference", "is_registered", "name_problems", "parse_refer
 
 SCHEME = "models:/"
 _NAME = re.compile(r"[^/:@\s][^/:@]*")
+_VERSION = re.compile(r"[0-9]{1,9}")  # a database keeps them as 32-bit numbers
 _ALIAS = re.compile(r"[\w-]+")
 _RESERVED_ALIAS = re.compile(r"latest|v\d+", re.IGNORECASE)  # MLflow reads these as versions
 
@@ -40,7 +41,7 @@ def parse_reference(text: str) -> Reference:
     name, at, alias = body.partition("@")
     if not at:
         name, slash, version = body.partition("/")
-        if _NAME.fullmatch(name) and (not slash or version.isdecimal()):
+        if _NAME.fullmatch(name) and (not slash or _VERSION.fullmatch(version)):
             return Reference(name, version=version if slash else None)
     elif _NAME.fullmatch(name) and _ALIAS.fullmatch(alias):
         return Reference(name, alias=alias)

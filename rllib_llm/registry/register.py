@@ -66,8 +66,9 @@ def register(
     """
     if problems := name_problems(name, alias):
         raise RegistryError("; ".join(problems))
-    registry = Registry(tracking_uri or tracking_uri_of(source), create=Path(source).exists())
-    found = find_source(source, registry.client)
+    registry = Registry(tracking_uri or tracking_uri_of(source), create=Path(source).expanduser().exists())
+    with registry.answering():
+        found = find_source(source, registry.client)
     checkpoint = read_checkpoint(found.checkpoint, base_model)
     model = load_masters(checkpoint)
     metrics = metrics_at(found, registry.client, checkpoint.training_iteration)

@@ -112,6 +112,7 @@ def _policy(root: Path, manifest: Manifest, found: list[str]) -> PrecisionPolicy
 def _plan(root: Path, manifest: Manifest, policy: PrecisionPolicy, found: list[str]) -> Plan | None:
     """The policy on the model's config; compared with the manifest's hash and with the plan that lies there."""
     try:
+        _json_object(root / manifest.masters / CONFIG_FILE)
         plan = policy.resolve(load_config(root / manifest.masters))
     except (OSError, ValueError) as error:
         found.append(f"{manifest.masters}/{CONFIG_FILE}: cannot be resolved under the policy: {error}")
@@ -142,7 +143,7 @@ def _folders(root: Path, manifest: Manifest, plan: Plan) -> Iterator[str]:
             yield f"{folder}: states policy {stated}, registered was {manifest.policy_fingerprint[:16]}…"
     if manifest.fp8:
         try:
-            config = json.loads((root / manifest.fp8 / CONFIG_FILE).read_text(encoding="utf-8"))
+            config = _json_object(root / manifest.fp8 / CONFIG_FILE)
         except (OSError, ValueError) as error:
             yield f"{manifest.fp8}/{CONFIG_FILE}: cannot be read: {error}"
             return
@@ -200,14 +201,24 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def _json_object(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__} where an object is expected")
+    return found
+
+
 def _attestations(root: Path, manifest: Manifest) -> Iterator[str]:
     try:
-        sides: dict[str, Any] = json.loads((root / ATTESTATIONS_FILE).read_text(encoding="utf-8"))
+        sides = _json_object(root / ATTESTATIONS_FILE)
     except (OSError, ValueError) as error:
         yield f"{ATTESTATIONS_FILE}: cannot be read: {error}"
         return
     wanted = {"policy_fingerprint": manifest.policy_fingerprint, "plan_hash": manifest.plan_hash}
     for side, stated in sorted(sides.items()):
+        if not isinstance(stated, dict):
+            yield f"{ATTESTATIONS_FILE}: {side} must be an object"
+            continue
         for key, value in wanted.items():
             if stated.get(key) != value:
                 shown = f"{key} {str(stated.get(key))[:16]}…"

@@ -61,6 +61,28 @@ def test_fp8_bytes_are_compared_with_the_masters_not_only_hashed(store, copy, te
     assert violation.startswith(f"{tensor}: 1 bytes of its ")
 
 
+def test_files_of_another_shape_are_violations_not_crashes(store, copy):
+    """Valid JSON of the wrong type in every file that is read: all of it is listed."""
+    (copy / "attestations.json").write_text('{"rollout": 3}')
+    (copy / "fp8" / "config.json").write_text("[]")
+    found = "\n".join(verify_package(copy, store.entry.tags).violations)
+    assert "attestations.json: rollout must be an object" in found
+    assert "fp8/config.json: cannot be read: a list" in found
+    (copy / "hf" / "config.json").write_text("[]")
+    found = "\n".join(verify_package(copy, store.entry.tags).violations)
+    assert "hf/config.json: cannot be resolved under the policy: a list" in found
+
+
+def test_a_manifest_of_another_shape_is_refused_with_all_that_is_wrong(store, copy):
+    """Folders outside the model, and entries of another type, are told together."""
+    data = json.loads((copy / "manifest.json").read_text())
+    data |= {"masters": "../elsewhere", "fp8": 3, "files": {"README.md": "abc"}, "tensors": {"a": 1}}
+    (copy / "manifest.json").write_text(json.dumps(data))
+    [found] = verify_package(copy, store.entry.tags).violations
+    for part in ("masters = '../elsewhere'", "fp8 must be", "files must map", "tensors must map"):
+        assert part in found
+
+
 def test_changed_masters_are_found_by_the_hashes_of_the_rollout(store, copy):
     """Masters and FP8 bytes changed together still are not what the run's engine held."""
     name = "model.norm.weight"
@@ -110,6 +132,10 @@ def test_exit_statuses_tell_damage_from_wrong_questions(store, tmp_path, capsys,
     assert main(["models", "verify", "addder/1", *uri]) == 2
     assert "Did you mean 'adder'?" in capsys.readouterr().err
     assert main(["models", "verify", "adder", *uri]) == 2
+    assert main(["models", "verify", "adder/99999999999999999999", *uri]) == 2
+    capsys.readouterr()
+    assert main(["models", "verify", "adder@best", "--tracking-uri", "http://127.0.0.1:1"]) == 2
+    assert "the MLflow store http://127.0.0.1:1 did not answer" in capsys.readouterr().err
     assert main(["models", "verify", "adder@best", "--tracking-uri", f"sqlite:///{tmp_path}/none.db"]) == 2
     assert not (tmp_path / "none.db").exists()
     readme = store.root() / "README.md"
