@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -169,7 +169,8 @@ class RolloutEngine(ABC):
             One id per prompt, for `collect` and `abort`.
 
         Raises:
-            PromptError, SamplingParamsError, EngineError: as of `generate`; no request is begun.
+            PromptError, SamplingParamsError: as of `generate`; no request is begun.
+            EngineError: as of `generate`, or sampling failed; all pending requests are lost.
         """
 
     @abstractmethod
@@ -307,6 +308,11 @@ def require_idle(pending: int) -> None:
             f"{pending} submitted request(s) are pending: collect or abort them first; the tokens of a completion are "
             "all of one weights version"
         )
+
+
+def pending_of(pending: Mapping[int, Any], requests: Sequence[int] | None) -> list[int]:
+    """The requests that `abort` ends: those asked for (None: all) that are pending, each once."""
+    return list(pending) if requests is None else [r for r in dict.fromkeys(requests) if r in pending]
 
 
 def check_same_law(pending: SamplingParams, params: SamplingParams) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,18 @@ import torch
 from precision_kernels import log_softmax
 from precision_kernels.reference import exp
 from rllib_llm.models.sampling_law import logprobs_of, truncated_logits
+
+
+def sequence_seeds(count: int, seed: int | None, seeds: Sequence[int] | None) -> list[tuple[int, ...]]:
+    """One seed tuple per prompt: ``(seeds[p],)``, or ``(seed, p)``; a fresh seed if both are None."""
+    if seeds is not None:
+        if len(seeds) != count or any(s < 0 for s in seeds):
+            raise ValueError(
+                f"seeds: one non-negative integer per prompt is needed, got {len(seeds)} for {count} prompts"
+            )
+        return [(int(s),) for s in seeds]
+    base = secrets.randbits(63) if seed is None else seed
+    return [(base, prompt) for prompt in range(count)]
 
 
 def sequence_uniforms(seed: Sequence[int], count: int) -> np.ndarray:

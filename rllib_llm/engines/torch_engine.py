@@ -7,7 +7,6 @@ the same weights.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,9 +25,11 @@ from rllib_llm.engines.base import (
     check_prompts,
     check_same_law,
     check_sampling_policy,
+    pending_of,
     require_idle,
 )
 from rllib_llm.engines.generation import Generation, Limits
+from rllib_llm.engines.sampler import sequence_seeds
 from rllib_llm.engines.stopping import Decoder, StopRule
 from rllib_llm.models.causal_lm import CausalLM, build_model
 from rllib_llm.models.checkpoint import eos_token_ids, load_pretrained, load_tokenizer, model_config
@@ -138,11 +139,14 @@ class TorchEngine(RolloutEngine):
     ) -> list[int]:
         self._require_ready()
         self._check_request(prompts, params)
+        rows = sequence_seeds(len(prompts), params.seed, seeds)
+        if not prompts:
+            return []
         if self._running is None:
             # Any prompt may follow, so a slot holds a whole context.
             self._running = self._generation(self.max_model_len, self.max_num_seqs, params)
         check_same_law(self._running.params, params)
-        numbers = self._running.add(prompts, sequence_seeds(len(prompts), params.seed, seeds))
+        numbers = self._running.add(prompts, rows)
         ids = list(range(self._next_id, self._next_id + len(numbers)))
         self._next_id += len(numbers)
         self._requests |= dict(zip(ids, numbers, strict=True))
@@ -169,7 +173,7 @@ class TorchEngine(RolloutEngine):
 
     def abort(self, requests: Sequence[int] | None = None) -> list[int]:
         self._require_open()
-        ended = [r for r in (self._requests if requests is None else requests) if r in self._requests]
+        ended = pending_of(self._requests, requests)
         for request in ended:
             assert self._running is not None, "a pending request runs"
             self._running.drop(self._requests[request])
@@ -316,18 +320,6 @@ class TorchEngine(RolloutEngine):
             raise EngineError(
                 "the engine has no weights yet: call update_weights() with an export of the learner first"
             )
-
-
-def sequence_seeds(count: int, seed: int | None, seeds: Sequence[int] | None) -> list[tuple[int, ...]]:
-    """One seed tuple per prompt: ``(seeds[p],)``, or ``(seed, p)``; a fresh seed if both are None."""
-    if seeds is not None:
-        if len(seeds) != count or any(s < 0 for s in seeds):
-            raise ValueError(
-                f"seeds: one non-negative integer per prompt is needed, got {len(seeds)} for {count} prompts"
-            )
-        return [(int(s),) for s in seeds]
-    base = secrets.randbits(63) if seed is None else seed
-    return [(base, prompt) for prompt in range(count)]
 
 
 def _as_ids(value: int | Sequence[int]) -> tuple[int, ...]:

@@ -97,7 +97,8 @@ def test_files_of_other_kinds_are_told_not_crashed_on(tmp_path):
     assert len(caught.value.problems) == 9
     for part in (
         "curves1.jsonl: cannot be read as UTF-8", "r = '1000", "title = '5'", "baseline must be a text",
-        "planned.arms[0] = '3'", "planned.seeds = 'two'", "planned.iterations = '10'", "arms.x = '3'", "runs[0] has arm = ['x']",
+        "planned.arms[0] = '3'", "planned.seeds = 'two'",
+        "planned.iterations = '10'", "arms.x = '3'", "runs[0] has arm = ['x']",
     ):  # fmt: skip
         assert part in str(caught.value)
 

@@ -48,7 +48,10 @@ def check_uneven_arrival(engine: Any) -> None:
     assert len(set(ids)) == len(PROMPTS)
     for request, row in zip(ids, expected, strict=True):
         assert same(done[request], row)
-    assert engine.collect(5.0) == {}, "nothing is pending: returns at once"
+    started = time.monotonic()
+    assert engine.submit([], PARAMS) == []
+    assert engine.collect(5.0) == {}
+    assert time.monotonic() - started < 4, "nothing is pending: returns at once"
 
 
 def check_abort(engine: Any) -> None:
@@ -57,7 +60,7 @@ def check_abort(engine: Any) -> None:
     long = dataclasses.replace(PARAMS, max_tokens=60)
     slow = engine.submit(PROMPTS, long, SEEDS)
     engine.collect(0.0)
-    assert engine.abort(slow[1:3]) == slow[1:3]
+    assert engine.abort([*slow[1:3], slow[1]]) == slow[1:3]
     assert engine.abort(slow[1:3]) == []
     assert engine.pending == 3
     done = collect_all(engine)
@@ -74,6 +77,9 @@ def check_refusals(engine: Any, update: Any) -> None:
     """While requests are pending: no other law, no `generate`, no update, no sleep; a bad prompt begins nothing."""
     with pytest.raises(PromptError):
         engine.submit([[5], []], PARAMS)
+    with pytest.raises(ValueError, match="one non-negative integer per prompt"):
+        engine.submit([[5]], dataclasses.replace(PARAMS, temperature=0.5), [1, 2])
+    assert engine.submit([], PARAMS) == []
     assert engine.pending == 0
     [request] = engine.submit([[5]], dataclasses.replace(PARAMS, max_tokens=60))
     with pytest.raises(SamplingParamsError, match="one law at a time"):

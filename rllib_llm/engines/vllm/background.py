@@ -27,6 +27,7 @@ class Background:
         self._running: set[str] = set()
         self._finished: dict[str, Any] = {}
         self._failure: BaseException | None = None
+        self._lost: set[str] = set()  # what `_failure` ended, as long as nobody was told
         self._thread: threading.Thread | None = None
 
     @property
@@ -36,8 +37,13 @@ class Background:
             return len(self._running) + len(self._finished)
 
     def submit(self, requests: Sequence[tuple[str, Any, Any]]) -> None:
-        """Begin requests (id, prompt, `vllm.SamplingParams` whose outputs come once, at the end)."""
+        """Begin requests (id, prompt, `vllm.SamplingParams` whose outputs come once, at the end).
+
+        Raises:
+            EngineError: a step or a conversion failed before; all requests are lost.
+        """
         with self._changed:
+            self._raise_failure()
             for name, prompt, params in requests:
                 self._engine.add_request(name, prompt, params)
                 self._running.add(name)
@@ -59,9 +65,7 @@ class Background:
                 if left <= 0:
                     break
                 self._changed.wait(left)
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                raise EngineError(f"vLLM failed while it sampled: {failure}") from failure
+            self._raise_failure()
             finished, self._finished = self._finished, {}
             return finished
 
@@ -74,6 +78,15 @@ class Background:
             self._running -= set(running)
             for name in names:
                 self._finished.pop(name, None)
+            self._lost -= set(names)
+            if not self._lost:
+                self._failure = None
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            self._lost.clear()
+            raise EngineError(f"vLLM failed while it sampled: {failure}") from failure
 
     def _run(self) -> None:
         try:
@@ -87,9 +100,10 @@ class Background:
         except BaseException as error:
             with self._changed:
                 self._failure = error
-                lost, self._running = list(self._running), set()
+                running, self._running = list(self._running), set()
+                self._lost = {*running, *self._finished}
                 self._finished.clear()
-                self._abort_quietly(lost)
+                self._abort_quietly(running)
                 self._changed.notify_all()
 
     def _step(self) -> None:

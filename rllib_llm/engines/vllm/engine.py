@@ -22,9 +22,10 @@ from rllib_llm.engines.base import (
     check_prompts,
     check_same_law,
     check_sampling_policy,
+    pending_of,
     require_idle,
 )
-from rllib_llm.engines.torch_engine import sequence_seeds
+from rllib_llm.engines.sampler import sequence_seeds
 from rllib_llm.engines.vllm import compat
 from rllib_llm.engines.vllm.actor import VLLMActor, config_directory
 from rllib_llm.engines.vllm.worker import WorkerOptions
@@ -178,7 +179,12 @@ class VLLMEngine(RolloutEngine):
             names += [_child_name(request, child) for child in range(params.n)]
             plain += [[int(t) for t in prompt]] * params.n
             flat_seeds += row
-        self._call("submit", names, plain, params, flat_seeds)
+        try:
+            self._call("submit", names, plain, params, flat_seeds)
+        except Exception:
+            if self._actor.alive:
+                self.abort()
+            raise
         return ids
 
     def collect(self, timeout_s: float) -> dict[int, list[Completion]]:
@@ -206,7 +212,7 @@ class VLLMEngine(RolloutEngine):
 
     def abort(self, requests: Sequence[int] | None = None) -> list[int]:
         self._require_open()
-        ended = [r for r in (self._requests if requests is None else requests) if r in self._requests]
+        ended = pending_of(self._requests, requests)
         self._call("abort", [_child_name(r, c) for r in ended for c in range(len(self._requests[r]))])
         for request in ended:
             del self._requests[request]
@@ -333,10 +339,8 @@ def _child_name(request: int, child: int) -> str:
 
 def _request_seeds(count: int, params: SamplingParams, seeds: Sequence[int] | None) -> list[list[int]]:
     """``[p][i]``: seed of completion i of prompt p."""
-    return [
-        [_request_seed(seed, child) for child in range(params.n)]
-        for seed in sequence_seeds(count, params.seed, seeds)
-    ]
+    rows = sequence_seeds(count, params.seed, seeds)
+    return [[_request_seed(seed, child) for child in range(params.n)] for seed in rows]
 
 
 def _request_seed(seed: Sequence[int], child: int) -> int:
