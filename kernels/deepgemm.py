@@ -265,12 +265,10 @@ def _whole_blocks(q: Quantised) -> torch.Tensor:
     """128x1 codes [M, C] as [C, M rounded up to 128] with contiguous rows, as `triton.quantise_columns` stores them."""
     rows, columns = q.shape
     padded = -(-rows // BLOCK) * BLOCK
-    storage, pitch = q.codes.untyped_storage(), q.codes.stride(1)
-    last = q.codes.storage_offset() + (columns - 1) * pitch + padded
-    # Of a slice only whole blocks: behind a ragged end lie the codes of other rows, not zeros.
-    whole_rows = pitch == padded or (rows % BLOCK == 0 and pitch % BLOCK == 0 and pitch > rows)
-    if q.codes.stride(0) == 1 and whole_rows and storage.nbytes() >= last:
-        return torch.as_strided(q.codes, (columns, padded), (pitch, 1))
+    storage = q.codes.untyped_storage()
+    # A slice of more rows is copied: DeepGEMM took a strided matrix for a contiguous one (2026-11-29, wrong products).
+    if q.codes.stride() == (1, padded) and storage.nbytes() >= q.codes.storage_offset() + columns * padded:
+        return torch.as_strided(q.codes, (columns, padded), (padded, 1))
     whole = torch.zeros(columns, padded, dtype=torch.uint8, device=q.codes.device)
     whole[:, :rows] = q.codes.view(torch.uint8).t()
     return whole.view(q.codes.dtype)
