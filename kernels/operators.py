@@ -230,14 +230,9 @@ def rotary(
 
 
 def norm_rotary(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
+    positions: torch.Tensor, cos_sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`rotary` of the heads of `rms_norm`, for inference: q [T, H, D], k [T, Hkv, D], weights [D]; bits of the two."""
     _inference_only("norm_rotary", q, k, q_weight, k_weight)
     fused = implementation("norm_rotary", q.device.type)
