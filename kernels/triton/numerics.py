@@ -251,7 +251,9 @@ def silu_bf16(g):
     p = tl.fma(p, r, 1.6666665459e-1)
     p = tl.fma(p, r, 5.0000001201e-1)
     p = tl.fma(tl.fma(p, r, 1.0), r, 1.0)
-    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)  # as in `exp`
+    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(
+        tl.float32, bitcast=True
+    )  # as in `exp`
     # Numerator and denominator are quartered: the reciprocal of 2^126 < 1 + e^x < 2^128 would be subnormal.
     return (g * 0.25) * reciprocal(tl.fma(p * power, 0.25, 0.25))
 
