@@ -48,6 +48,8 @@ def main() -> None:
     fourth = commands.add_parser("merge", help="join studies of the same arms with other seeds")
     fourth.add_argument("parts", nargs="+", help="directories that `study` wrote")
     fourth.add_argument("--out", required=True)
+    fourth.add_argument("--title")
+    fourth.add_argument("--notes", nargs="*", default=[], help="paragraphs for the report")
     fourth.set_defaults(run=merge.merge)
 
     for command in (first, second):

@@ -52,9 +52,11 @@ def merge(args: argparse.Namespace) -> None:
         if run["status"] == "running":
             run["status"] = "finished"  # all that the study could do in its time
     made = facts[0] | {"runs": runs, "planned": facts[0]["planned"] | {"seeds": seeds, "iterations": last}}
+    made["title"] = args.title or made["title"]
     made["notes"] = [
+        *args.notes,
         f"Each seed ran in a process of its own until the time was over; shown are the {last} iterations that all "
-        f"have ({len(rows) - len(kept)} later rows left out)."
+        f"have ({len(rows) - len(kept)} later rows left out).",
     ]
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)

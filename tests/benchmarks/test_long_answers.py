@@ -234,12 +234,14 @@ def test_parts_of_a_study_are_joined_up_to_what_all_have(
     with (tmp_path / "1" / "curves.csv").open("a") as file:
         file.write("bf16,1,4,0.5")  # killed while writing
     parts = [str(tmp_path / "1"), str(tmp_path / "2")]
-    merge.merge(argparse.Namespace(parts=parts, out=str(tmp_path / "all")))
+    told: dict[str, Any] = {"title": None, "notes": ["One note."]}
+    merge.merge(argparse.Namespace(parts=parts, out=str(tmp_path / "all"), **told))
     rows = list(csv.DictReader((tmp_path / "all" / "curves.csv").open()))
     assert [(r["seed"], r["iteration"]) for r in rows] == [("1", "1"), ("2", "1")]
     facts = json.loads((tmp_path / "all" / "compare.json").read_text())
     assert facts["planned"] == {"arms": ["bf16"], "seeds": [1, 2], "iterations": 1}
-    assert "2 later rows" in facts["notes"][0]
+    assert facts["notes"][0] == "One note."
+    assert "2 later rows" in facts["notes"][1]
     with pytest.raises(ValueError, match=r"3: other config than .*1; seeds appear twice"):
         merge.merge(
             argparse.Namespace(parts=[parts[0], str(tmp_path / "3"), parts[0]], out=str(tmp_path / "no"))
