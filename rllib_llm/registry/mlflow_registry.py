@@ -21,7 +21,7 @@ from typing import Any
 from rllib_llm.registry.errors import RegistryError
 from rllib_llm.registry.manifest import MANIFEST_FILE
 from rllib_llm.registry.reference import SCHEME, Reference, parse_reference
-from rllib_llm.tracking.store import MLFLOW_DEFAULTS, store_address
+from rllib_llm.tracking.store import MLFLOW_DEFAULTS, open_client, store_address
 
 __all__ = ["MANIFEST_TAG", "Entry", "Registry"]
 
@@ -74,10 +74,8 @@ class Registry:
             )
         for name, value in MLFLOW_DEFAULTS.items():
             os.environ.setdefault(name, value)
-        from mlflow import MlflowClient
-
         self.registry_uri = os.environ.get("MLFLOW_REGISTRY_URI") or self.uri
-        self.client = MlflowClient(tracking_uri=self.uri, registry_uri=self.registry_uri)
+        self.client = open_client(self.uri, self.registry_uri)
 
     # ------------------------------------------------------------------ finding
 

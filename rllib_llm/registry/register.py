@@ -20,7 +20,14 @@ from rllib_llm.registry.masters import TrainedCheckpoint, load_masters, read_che
 from rllib_llm.registry.mlflow_registry import MANIFEST_TAG, Entry, Registry
 from rllib_llm.registry.package import CARD_FILE, Record, write_package
 from rllib_llm.registry.reference import name_problems
-from rllib_llm.registry.source import Source, example_prompt, find_source, metrics_at, tracking_uri_of
+from rllib_llm.registry.source import (
+    Source,
+    example_prompt,
+    find_source,
+    metrics_at,
+    source_problems,
+    tracking_uri_of,
+)
 from rllib_llm.registry.upload import Upload, upload
 from rllib_llm.tracking import entries
 from rllib_llm.tracking.provenance import git_tags
@@ -64,7 +71,7 @@ def register(
     Raises:
         RegistryError, CheckpointError, ArchitectureError, PolicyError: each lists everything that is wrong.
     """
-    if problems := name_problems(name, alias):
+    if problems := [*name_problems(name, alias), *source_problems(source)]:
         raise RegistryError("; ".join(problems))
     registry = Registry(tracking_uri or tracking_uri_of(source), create=Path(source).expanduser().exists())
     with registry.answering():

@@ -12,7 +12,7 @@ from typing import Any
 
 from rllib_llm.registry.errors import RegistryError
 
-__all__ = ["Source", "find_source", "tracking_uri_of"]
+__all__ = ["Source", "find_source", "source_problems", "tracking_uri_of"]
 
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _TRACKING_FILE = "tracking.json"  # written by MLflowCallback into an experiment's directory
@@ -45,6 +45,14 @@ class Source:
     attestations: Mapping[str, Any] = field(default_factory=dict)
 
 
+def source_problems(source: str) -> list[str]:
+    """What is wrong with a text that is neither a path that exists nor looks like a run id."""
+    path = Path(source).expanduser()
+    if path.exists() or _RUN_ID.fullmatch(source):
+        return []
+    return [f"{source!r}: no such path {path.absolute()}, and not an MLflow run id (32 hexadecimal digits)"]
+
+
 def tracking_uri_of(source: str) -> str | None:
     """The store that a directory's runs were tracked in, by the file that the callback leaves; else None."""
     path = Path(source).expanduser().absolute()
@@ -67,16 +75,12 @@ def find_source(source: str, client: Any) -> Source:
         client: of the MLflow store with the runs.
 
     Raises:
-        RegistryError: neither, a run without a checkpoint on this machine, or several trials to choose from.
+        RegistryError: no such run, a run without a checkpoint on this machine, or several trials to choose from.
     """
     path = Path(source).expanduser()
     if path.exists():
         checkpoint = _only_checkpoint(path.absolute())
         return _with_run(checkpoint, _run_of_trial(client, checkpoint.parent), client)
-    if not _RUN_ID.fullmatch(source):
-        raise RegistryError(
-            f"{source!r}: no such path {path.absolute()}, and not an MLflow run id (32 hexadecimal digits)"
-        )
     run = _trial_run(client, source)
     checkpoint = Path(run.data.tags["checkpoint"])
     if not checkpoint.is_dir():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,9 +78,7 @@ class MLflowStore:
         return isinstance(error, (KeyError, TypeError, ValueError, AttributeError, FileNotFoundError))
 
     def _client(self) -> Any:
-        from mlflow import MlflowClient
-
-        return MlflowClient(tracking_uri=self.uri)
+        return open_client(self.uri)
 
     def _experiment(self) -> str:
         if self._experiment_id is None:
@@ -160,16 +160,35 @@ def store_address(uri: str | None) -> str:
     scheme = address.partition("://")[0] if "://" in address else ""
     if scheme.partition("+")[0] in _CONTACTED_LATER:
         return address
-    from mlflow import MlflowClient
-
     try:
-        MlflowClient(tracking_uri=address)
+        open_client(address)
     except Exception as error:
         raise TrackingUnavailableError(
             f"tracking.uri = {address!r}: MLflow cannot use it ({str(error).strip().splitlines()[0][:300]}). Give a "
             "database (sqlite:///mlflow.db) or a server (http://host:port), or set tracking.enabled=false."
         ) from error
     return address
+
+
+_opened: set[str] = set()  # databases whose tables this process has seen
+
+
+def open_client(uri: str, registry_uri: str | None = None) -> Any:
+    """An `MlflowClient`; one process at a time opens a sqlite file for the first time.
+
+    MLflow (3.17) makes the tables of a new file without a lock: of two runs that begin together one fails, and the file
+    is unusable from then on (a half-made `_alembic_tmp_latest_metrics`).
+    """
+    from filelock import FileLock
+    from mlflow import MlflowClient
+
+    if uri in _opened or not uri.startswith("sqlite"):
+        return MlflowClient(tracking_uri=uri, registry_uri=registry_uri)
+    name = hashlib.sha256(uri.encode()).hexdigest()[:16]
+    with FileLock(Path(tempfile.gettempdir()) / f"rllib_llm_mlflow_{os.getuid()}_{name}.lock"):
+        client = MlflowClient(tracking_uri=uri, registry_uri=registry_uri)
+    _opened.add(uri)
+    return client
 
 
 def resolve_uri(uri: str) -> str:

@@ -156,6 +156,8 @@ def test_a_name_that_cannot_be_read_back_is_refused_with_the_alias(store, traine
     """Both problems in one message, before anything is exported."""
     with pytest.raises(RegistryError, match=r"--name 'a/b'.*--alias 'latest'"):
         register(str(trained.path), "a/b", alias="latest", tracking_uri=store.uri)
+    with pytest.raises(RegistryError, match=r"--name 'a/b'.*no such path /nowhere"):
+        register("/nowhere", "a/b", tracking_uri="sqlite:////nowhere/none.db")
 
 
 def test_a_source_that_is_neither_path_nor_run_is_refused(store, capsys):
