@@ -77,7 +77,7 @@ def _add_train(subparsers: Any) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from rllib_llm.cli.directories import find_resumable
+    from rllib_llm.directories import find_resumable
     from rllib_llm.experiment_file import load_experiment
 
     if arguments.resume is None:

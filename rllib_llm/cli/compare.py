@@ -170,7 +170,7 @@ def _seeds(text: str, first: int) -> tuple[int, ...]:
 
 
 def _new_directory(plan: Plan, wished: str | None) -> Path:
-    from rllib_llm.cli.directories import new_directory
+    from rllib_llm.directories import new_directory
 
     if wished is None:
         return new_directory(plan.experiment, "compare")
@@ -187,9 +187,9 @@ def _new_directory(plan: Plan, wished: str | None) -> Path:
 def read_plan(directory: Path, concurrent: int | None) -> Plan:
     """The plan of a comparison that was begun in `directory`. Raises UsageError where none was."""
     from precision_policies import load_policy
-    from rllib_llm.cli.directories import EXPERIMENT_FILE
     from rllib_llm.compare.curves import DESCRIPTION_FILE
     from rllib_llm.compare.experiment import Plan
+    from rllib_llm.directories import EXPERIMENT_FILE
     from rllib_llm.experiment_file import load_experiment
 
     files = [directory / EXPERIMENT_FILE, directory / DESCRIPTION_FILE]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ray import tune
 
 from rllib_llm.cli.cluster import start_ray
-from rllib_llm.cli.directories import EXPERIMENT_FILE, earlier_run_ids
 from rllib_llm.cli.interrupt import Interrupt
 from rllib_llm.cli.progress import status_text
 from rllib_llm.cli.shell import command_line
@@ -24,6 +23,7 @@ from rllib_llm.compare.experiment import (
     describe_plan,
     run_cells,
 )
+from rllib_llm.directories import EXPERIMENT_FILE, earlier_run_ids
 from rllib_llm.files import write_whole
 from rllib_llm.tracking.entries import metrics_of
 

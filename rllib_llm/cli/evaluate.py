@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.cli import table
-from rllib_llm.cli.directories import EXPERIMENT_FILE, find_checkpoint, find_experiment
+from rllib_llm.directories import EXPERIMENT_FILE, find_checkpoint, find_experiment
 from rllib_llm.experiment_file import load_experiment
 from rllib_llm.tracking.entries import metrics_of
 

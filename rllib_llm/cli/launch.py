@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.cli.cluster import start_ray
-from rllib_llm.cli.directories import (
+from rllib_llm.cli.interrupt import Interrupt, RunStopper
+from rllib_llm.cli.progress import ProgressCallback
+from rllib_llm.cli.shell import command_line
+from rllib_llm.cli.summary import closing_table
+from rllib_llm.directories import (
     EXPERIMENT_FILE,
     checkpoints,
     earlier_run_ids,
     new_directory,
 )
-from rllib_llm.cli.history import HistoryCallback, read_history
-from rllib_llm.cli.interrupt import Interrupt, RunStopper
-from rllib_llm.cli.progress import ProgressCallback
-from rllib_llm.cli.shell import command_line
-from rllib_llm.cli.summary import closing_table
 from rllib_llm.experiment import Experiment
 from rllib_llm.files import write_whole
+from rllib_llm.history import HistoryCallback, read_history
 
 if TYPE_CHECKING:
     from rllib_llm.algorithm.config import GRPOConfig

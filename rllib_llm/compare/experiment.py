@@ -8,21 +8,20 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ray import tune
 from ray.tune import CheckpointConfig, ResumeConfig, Stopper
 
 from precision_policies import PolicyError, PrecisionPolicy, load_policy
-from rllib_llm.cli.directories import EXPERIMENT_FILE
 from rllib_llm.compare.curves import CurveWriter
+from rllib_llm.directories import EXPERIMENT_FILE
 from rllib_llm.experiment import Experiment, ExperimentError
 from rllib_llm.files import write_whole
 from rllib_llm.tracking.entries import metrics_of
 
 if TYPE_CHECKING:
     from rllib_llm.algorithm.config import GRPOConfig
-    from rllib_llm.cli.interrupt import Interrupt
 
 __all__ = ["CellCallback", "Plan", "arm_and_seed", "describe_plan", "run_cells"]
 
@@ -144,13 +143,19 @@ def run_cells(
     )
 
 
+class _Interrupt(Protocol):
+    """requested: whether the user has asked to end."""
+
+    requested: bool
+
+
 class CellCallback(tune.Callback):
     """Writes every cell's config, curve and status, and turns the first Ctrl-C into checkpoints of all running cells.
 
     Tune's own handling of SIGINT ends trials where they are; the iterations since their last checkpoint would be lost.
     """
 
-    def __init__(self, plan: Plan, writer: CurveWriter, interrupt: Interrupt) -> None:
+    def __init__(self, plan: Plan, writer: CurveWriter, interrupt: _Interrupt) -> None:
         self._cells = {
             (policy.name, seed): plan.cell(policy, seed).to_yaml()
             for policy in plan.policies

@@ -91,7 +91,7 @@ def find_source(source: str, client: Any) -> Source:
 
 
 def _only_checkpoint(path: Path) -> Path:
-    from rllib_llm.cli.directories import checkpoints, find_checkpoint
+    from rllib_llm.directories import checkpoints, find_checkpoint
     from rllib_llm.experiment import ExperimentError
 
     trials = sorted({found.parent for found in checkpoints(path)})
@@ -169,8 +169,8 @@ def metrics_at(source: Source, client: Any, iteration: int) -> dict[str, float]:
 
 
 def _metrics_on_disk(checkpoint: Path, iteration: int) -> dict[str, float]:
-    from rllib_llm.cli.directories import find_experiment
-    from rllib_llm.cli.history import read_history
+    from rllib_llm.directories import find_experiment
+    from rllib_llm.history import read_history
 
     directory = find_experiment(checkpoint)
     values: dict[str, float] = {}

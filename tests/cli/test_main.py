@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from rllib_llm.cli import main
 from rllib_llm.cli.commands import UsageError, _refuse_finished
-from rllib_llm.cli.directories import new_directory
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
 from rllib_llm.cli.main import build_parser
+from rllib_llm.directories import new_directory
 from rllib_llm.experiment import Experiment, ExperimentError, RunSettings
 from rllib_llm.files import write_whole
 from rllib_llm.models.paths import resolve_model_path

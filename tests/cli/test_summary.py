@@ -9,10 +9,10 @@ import termios
 
 import pytest
 
-from rllib_llm.cli.history import HistoryCallback, read_history
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
 from rllib_llm.cli.progress import ProgressCallback, status_text
 from rllib_llm.cli.summary import closing_table, reward_text
+from rllib_llm.history import HistoryCallback, read_history
 
 
 def row(iteration, reward, largest=0.0, equal=1.0):

@@ -12,7 +12,7 @@ import pytest
 from mlflow import MlflowClient
 
 from rllib_llm.cli import main
-from rllib_llm.cli.history import read_history
+from rllib_llm.history import read_history
 
 EVALUATED = "evaluation/env_runners/episode_return_mean"
 SMALL = [
