@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.resources
+import json
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -241,7 +242,7 @@ def known_keys() -> list[tuple[str, str, str]]:
                 (
                     path,
                     kind,
-                    OmegaConf.to_yaml(value).strip() if isinstance(value, (dict, list)) else str(value),
+                    json.dumps(value) if isinstance(value, (dict, list)) else str(value),
                 )
             )
     return rows

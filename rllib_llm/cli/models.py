@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shutil
 import sys
 import time
@@ -204,7 +205,7 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     if target.exists():
         raise UsageError(f"{target} exists already: name a directory that does not")
-    shutil.copytree(root / folder, target)
+    _copy_whole(root / folder, target)
     owner = owner_of(target)
     assert owner is not None  # verified above
     print(f"wrote {target} ({form}) from {entry.uri}")
@@ -214,6 +215,19 @@ def _export(arguments: argparse.Namespace) -> int:
     serve = command_line("vllm", "serve", target, "--dtype", dtype)
     print("  " + " ".join([*(f"{key}={value}" for key, value in variables.items()), serve]))
     return 0
+
+
+def _copy_whole(source: Path, target: Path) -> None:
+    """Under another name until all is there: an export that breaks off leaves no half model."""
+    part = target.with_name(f".{target.name}.part-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, part)
+        part.rename(target)
+    except (OSError, shutil.Error) as error:
+        raise UsageError(f"{target} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _reference(entry: Any) -> str:

@@ -153,12 +153,14 @@ def store_address(uri: str | None) -> str:
     """The address to use for `uri`; None takes ``MLFLOW_TRACKING_URI``, else DEFAULT_STORE.
 
     Databases and servers are not contacted: one that is down now may be up when the first write is delivered. Raises
-    TrackingUnavailableError for an address of any other kind that MLflow cannot use.
+    TrackingUnavailableError for an address of any other kind that MLflow cannot use, and for a sqlite file where none
+    can be written: no later write could succeed.
     """
     require_mlflow()
     address = resolve_uri(uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_STORE)
     scheme = address.partition("://")[0] if "://" in address else ""
     if scheme.partition("+")[0] in _CONTACTED_LATER:
+        _require_place(address)
         return address
     try:
         open_client(address)
@@ -168,6 +170,20 @@ def store_address(uri: str | None) -> str:
             "database (sqlite:///mlflow.db) or a server (http://host:port), or set tracking.enabled=false."
         ) from error
     return address
+
+
+def _require_place(address: str) -> None:
+    if not address.startswith("sqlite:///"):
+        return
+    file = Path(address.removeprefix("sqlite:///").partition("?")[0])
+    place = next(path for path in (file, *file.parents) if path.exists())
+    if place == file and place.is_file() and os.access(place, os.W_OK):
+        return
+    if place == file or not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise TrackingUnavailableError(
+            f"tracking.uri = {address!r}: {file} cannot be written, because {place} is not a directory that takes files of "
+            "yours. Name another file, or set tracking.enabled=false."
+        )
 
 
 _opened: set[str] = set()  # databases whose tables this process has seen

@@ -50,6 +50,23 @@ def test_an_exported_directory_keeps_its_policy(store, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+def test_an_export_is_whole_or_not_there(store, tmp_path, capsys, monkeypatch):
+    """A copy that breaks off leaves nothing behind, and a place that cannot be written is told, not raised."""
+    command = ["models", "export", "adder@best", "--tracking-uri", store.uri]
+    (tmp_path / "file").touch()
+    assert main([*command, str(tmp_path / "file" / "x")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+    def half(source, target, **_):
+        Path(target).mkdir()
+        (Path(target) / "config.json").touch()
+        raise OSError("no space left")
+
+    monkeypatch.setattr("shutil.copytree", half)
+    assert main([*command, str(tmp_path / "deep" / "served")]) == 2
+    assert list((tmp_path / "deep").iterdir()) == []
+
+
 def test_exporting_fp8_prints_how_stock_vllm_keeps_the_bytes(store, tmp_path, capsys):
     """By default the FP8 directory, with the variables without which vLLM would quantise the weights again."""
     assert main(["models", "export", "adder@best", str(tmp_path / "fp8"), "--tracking-uri", store.uri]) == 0

@@ -1,0 +1,30 @@
+"""Stores that do not exist yet: where they may be, and several processes that open one at once."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rllib_llm.tracking.store import TrackingUnavailableError, store_address
+
+_OPEN = "import sys; from rllib_llm.tracking.store import open_client; open_client(sys.argv[1]).search_experiments()"
+
+
+def test_processes_that_open_a_new_store_together_all_get_it(tmp_path):
+    """MLflow alone lets both make the tables: one fails, and the file is unusable afterwards."""
+    command = [sys.executable, "-W", "ignore", "-c", _OPEN, f"sqlite:///{tmp_path}/new.db"]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    errors = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], errors
+
+
+def test_a_database_that_can_never_be_written_is_refused_at_the_start(tmp_path):
+    """A file where a directory is needed, and a directory where a file is: no write of a long run would arrive."""
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    for place in ("file/mlflow.db", "file/deep/mlflow.db", "directory"):
+        with pytest.raises(TrackingUnavailableError, match="cannot be written"):
+            store_address(f"sqlite:///{tmp_path}/{place}")
+    for place in ("file", "new/mlflow.db", "directory/mlflow.db?timeout=3"):
+        store_address(f"sqlite:///{tmp_path}/{place}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "file"]
