@@ -181,8 +181,8 @@ def _require_place(address: str) -> None:
         return
     if place == file or not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise TrackingUnavailableError(
-            f"tracking.uri = {address!r}: {file} cannot be written, because {place} is not a directory that takes files of "
-            "yours. Name another file, or set tracking.enabled=false."
+            f"tracking.uri = {address!r}: {file} cannot be written, because {place} is not a directory that takes your "
+            "files. Name another file, or set tracking.enabled=false."
         )
 
 
