@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rllib_llm.experiment import Experiment, ExperimentError
@@ -33,6 +35,26 @@ def new_directory(experiment: Experiment, policy: str) -> Path:
                 raise ExperimentError(f"experiment {experiment.name!r}", [problem]) from error
             number += 1  # another training that started in the same second
             path = parent / f"{stem}-{number}"
+
+
+@contextmanager
+def only_here(directory: Path) -> Iterator[None]:
+    """Holds `directory` for this process: two that trained in it would write into each other's curves and checkpoints.
+
+    Raises ExperimentError where another process holds it. The hold ends with the process, however that ends.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(directory / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        problem = "another process is at work here; wait for its end, or end it."
+        raise ExperimentError(str(directory), [problem]) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def checkpoints(directory: Path) -> list[Path]:

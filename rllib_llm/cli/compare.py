@@ -215,9 +215,11 @@ def _run(plan: Plan, directory: Path, options: Options, *, resume: bool) -> int:
     from rllib_llm.cli.compare_run import run_comparison
     from rllib_llm.cli.launch import how_to_look
     from rllib_llm.compare.report import write_report
+    from rllib_llm.directories import only_here
 
     started = time.monotonic()
-    outcome = run_comparison(plan, directory, options.baseline, resume=resume)
+    with only_here(directory):
+        outcome = run_comparison(plan, directory, options.baseline, resume=resume)
     if not any(directory.glob("curves*.jsonl")):
         print("No cell has finished an iteration: there is nothing to report.", file=sys.stderr)
     else:

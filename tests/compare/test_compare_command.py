@@ -13,6 +13,7 @@ from rllib_llm.cli import main
 from rllib_llm.cli.main import build_parser
 from rllib_llm.cli.shell import command_line
 from rllib_llm.compare import CurveWriter, experiment, read_curves
+from rllib_llm.directories import only_here
 from rllib_llm.experiment_file import load_experiment
 
 SMALL = [
@@ -157,6 +158,16 @@ def test_results_without_a_plan_are_no_comparison_to_go_on_with(tmp_path, capsys
     (tmp_path / "compare.json").write_text('{"planned": {"arms": ["a"]}, "arms": {"a": {"policy": "bf16"}}}')
     assert main(["compare", "--resume", str(tmp_path)]) == 2
     assert "does not hold the plan of a comparison (KeyError: 'definition')" in capsys.readouterr().err
+
+
+def test_a_comparison_under_way_is_not_resumed_beside_itself(resumed, capsys):
+    """Two processes in one directory would mix their curves; the second is refused and changes nothing."""
+    directory = resumed[0]
+    before = (directory / "curves.jsonl").read_bytes()
+    with only_here(directory):
+        assert main(["compare", "--resume", str(directory)]) == 2
+    assert "another process is at work here" in capsys.readouterr().err
+    assert (directory / "curves.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
