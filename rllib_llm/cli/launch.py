@@ -19,12 +19,14 @@ from rllib_llm.directories import (
     checkpoints,
     earlier_run_ids,
     new_directory,
+    only_here,
 )
 from rllib_llm.experiment import Experiment
 from rllib_llm.files import write_whole
 from rllib_llm.history import HistoryCallback, read_history
 
 if TYPE_CHECKING:
+    from precision_policies import PrecisionPolicy
     from rllib_llm.algorithm.config import GRPOConfig
     from rllib_llm.tracking import MLflowCallback
 
@@ -64,6 +66,18 @@ def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Pa
         store_address(experiment.tracking.uri)
     policy = config.settings().policy
     directory = directory or new_directory(experiment, policy.name)
+    with only_here(directory):
+        return _run(experiment, config, policy, directory, checkpoint)
+
+
+def _run(
+    experiment: Experiment,
+    config: GRPOConfig,
+    policy: PrecisionPolicy,
+    directory: Path,
+    checkpoint: Path | None,
+) -> Outcome:
+    """Train in a directory that nobody else works in."""
     write_whole(directory / EXPERIMENT_FILE, experiment.to_yaml())
     tracking = _tracking(experiment, directory)
     _say(f"training {experiment.name!r} under policy {policy.name} (fingerprint {policy.fingerprint[:16]})")

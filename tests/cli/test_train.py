@@ -12,6 +12,7 @@ import pytest
 from mlflow import MlflowClient
 
 from rllib_llm.cli import main
+from rllib_llm.directories import only_here
 from rllib_llm.history import read_history
 
 EVALUATED = "evaluation/env_runners/episode_return_mean"
@@ -98,6 +99,16 @@ def test_a_finished_run_is_not_resumed(interrupted, capsys):
     done = len(read_history(directory))
     assert main(["train", "--resume", str(directory), f"run.iterations={done}"]) == 2
     assert f"run.iterations={2 * done}" in capsys.readouterr().err
+
+
+def test_a_run_under_way_is_not_resumed_beside_itself(interrupted, capsys):
+    """Two processes in one directory would mix their curves and checkpoints; the second is refused, nothing changes."""
+    directory, *_ = interrupted
+    before = {p: p.read_bytes() for p in (directory / "experiment.yaml", directory / "tracking.json")}
+    with only_here(directory):
+        assert main(["train", "--resume", str(directory), "run.iterations=999"]) == 2
+    assert "another process is at work here" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in before} == before
 
 
 def test_resume_under_another_policy_is_refused(interrupted, capsys):
