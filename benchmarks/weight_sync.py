@@ -28,27 +28,12 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _HERE = Path(__file__).resolve().parent
 # transformers imports whatever is called `kernels` (its kernel hub); beside this script that is kernels.py.
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _HERE]
+sys.path[:] = [str(_HERE / "flow"), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
 
 import torch  # noqa: E402
-from transformers import Qwen3Config  # noqa: E402
+from workload import SHAPES, make_config  # noqa: E402
 
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256},
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-                 "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
-}  # fmt: skip
-
-
-def make_config(shape: str) -> Any:
-    return Qwen3Config(
-        **SHAPES[shape],
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+_CONTEXT = 2048
 
 
 def wait(device: str) -> None:
@@ -65,7 +50,7 @@ class Holder:
         from rllib_llm.sync.topology import place_of
 
         with torch.device(device):
-            self.model = build_model(make_config(shape), policy, "rollout")
+            self.model = build_model(make_config(shape, _CONTEXT), policy, "rollout")
         self.device, self.groups, self.place = device, Groups(), place_of(device)
         self.chunks: list[Any] = []
 
@@ -133,7 +118,7 @@ class Bench:
         self.holder = Remote(args.shape, policy, self.device)
         self.holder.start("where")
         with torch.device(self.device):
-            self.model = build_model(make_config(args.shape), policy, "train")
+            self.model = build_model(make_config(args.shape, _CONTEXT), policy, "train")
         self.change()
         self.place = self.holder.finish()
         self.version = 0
@@ -259,11 +244,11 @@ def measure_reload(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     from vllm import LLM
 
-    config = make_config(args.shape)
+    config = make_config(args.shape, _CONTEXT)
     config.quantization_config = {
         "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
     }  # fmt: skip
-    config.architectures = ["Qwen3ForCausalLM"]
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     directory = tempfile.mkdtemp()
     config.save_pretrained(directory)
     llm = LLM(
@@ -293,7 +278,7 @@ def checkpoint_tensors(shape: str) -> Any:
     from rllib_llm.models import build_model
 
     with torch.device("cuda"):
-        model = build_model(make_config(shape), "unified-fp8", "train")
+        model = build_model(make_config(shape, _CONTEXT), "unified-fp8", "train")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.02)

@@ -140,7 +140,7 @@ class VLLMEngine(RolloutEngine):
         )
         self._place: Place = self._call("ready", timeout_s=start_timeout_s)["place"]
         if load_weights and self._path is not None:
-            # its policy was compared in __init__, where the permission to change it is known
+            # its policy was compared above, where the permission to change it is known
             self._call("load_checkpoint", str(self._path), True, timeout_s=start_timeout_s)
             self._version = CHECKPOINT_VERSION
 
