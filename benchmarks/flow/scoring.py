@@ -70,7 +70,8 @@ def policy_gradient_steps(model: Any, args: argparse.Namespace, steps: int, prom
     """Real optimiser steps (AdamW, masters and states in the policy's dtypes) with random advantages."""
     from rllib_llm.models import PackedBatch
 
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    # Fused: at 8B the temporaries of a step over all parameters at once would not fit beside the engine.
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=args.device == "cuda")
     chosen = [p for p in prompts if len(p) > 64][:16] or prompts[:4]
     batch = PackedBatch.from_sequences(chosen).to(torch.device(args.device))
     advantages = torch.randn(len(batch.input_ids), device=args.device)

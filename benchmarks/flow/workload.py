@@ -82,6 +82,7 @@ ROUNDS = {
         Round("uneven", 512, 2000, new_tokens=512, ignore_eos=False, seed=2),
         Round("truncated", 32, 2000, n=4, new_tokens=512, temperature=0.7, top_k=50, top_p=0.9),
         Round("long", 64, 300, new_tokens=7800, seed=4),
+        Round("longest", 32, 200, new_tokens=8192, seed=9),
         Round("long-4k", 32, 200, new_tokens=3800, seed=4),
         Round("medium", 16, 400, n=4, new_tokens=1024, seed=6),
         Round("short", 32, 300, n=4, new_tokens=256, seed=5),
