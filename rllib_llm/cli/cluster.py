@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rllib_llm.experiment import ResourceSettings
 
-__all__ = ["start_ray"]
+__all__ = ["RayUnavailableError", "running_ray"]
 
 # Read by Ray when it starts: quiet console, no usage report, workers that keep the driver's directory (Tune would
 # change into the trial's, and a relative path of the config would then point elsewhere in every process).
@@ -23,11 +26,19 @@ _RAY_ENVIRONMENT = {
 }
 
 
-def start_ray(resources: ResourceSettings, config: Any) -> bool:
-    """Start or join Ray for trials of `config` (a GRPOConfig); True where it was started here.
+_ANSWER_S = 10.0
 
-    A local Ray declares `ray_cpus` CPUs, or the machine's, or as many as one trial needs. Raises PlacementError where a
-    trial asks for more than there is: Tune would wait for ever.
+
+class RayUnavailableError(RuntimeError):
+    """The cluster of `run.resources.ray_address` cannot be joined."""
+
+
+@contextmanager
+def running_ray(resources: ResourceSettings, config: Any) -> Iterator[None]:
+    """Ray, started or joined, while it is entered, for trials of `config` (a GRPOConfig). One that runs already stays.
+
+    A local Ray declares `ray_cpus` CPUs, or the machine's, or as many as one trial needs. Raises RayUnavailableError,
+    and PlacementError where a trial asks for more than there is: Tune would wait for ever.
     """
     import ray
 
@@ -41,16 +52,38 @@ def start_ray(resources: ResourceSettings, config: Any) -> bool:
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
     request = GRPO.default_resource_request(config)
     started = not ray.is_initialized()
-    if started and resources.ray_address:
-        ray.init(address=resources.ray_address, log_to_driver=False)
-    elif started:
-        needed = int(-(-request.required_resources.get("CPU", 1) // 1))
-        cpus = resources.ray_cpus or max(os.cpu_count() or 1, needed)
-        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     try:
+        if started and resources.ray_address:
+            _join(resources.ray_address)
+        elif started:
+            needed = int(-(-request.required_resources.get("CPU", 1) // 1))
+            cpus = resources.ray_cpus or max(os.cpu_count() or 1, needed)
+            ray.init(
+                address="local",  # whatever RAY_ADDRESS says
+                num_cpus=cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
         require_placeable(request.bundles)
-    except ValueError:
+        yield
+    finally:
         if started:
             ray.shutdown()
-        raise
-    return started
+
+
+def _join(address: str) -> None:
+    """Ray itself tries for minutes to reach a host that does not answer, and then ends the process."""
+    import ray
+
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if colon and port.isdecimal():
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        ray.init(address=address, log_to_driver=False)
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:  # ConnectionError is an OSError
+        reason = " ".join(str(error).split())
+        raise RayUnavailableError(
+            f"run.resources.ray_address = {address!r}: cannot be joined ({reason}). Start a cluster there with `ray "
+            "start --head`, name the address of one that runs, or null to start Ray on this machine."
+        ) from error

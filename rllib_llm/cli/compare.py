@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from rllib_llm.cli.shell import command_line
 if TYPE_CHECKING:
     from precision_policies import PrecisionPolicy
     from precision_policies.errors import Violation
+    from rllib_llm.cli.compare_run import ComparisonOutcome
     from rllib_llm.compare.experiment import Plan
     from rllib_llm.compare.report import Options, Report
 
@@ -113,13 +115,12 @@ def _compare(arguments: argparse.Namespace) -> int:
         directory = Path(arguments.resume).expanduser().absolute()
         plan = read_plan(directory, arguments.concurrent)
         _check_baseline(plan, options)
-        return _run(plan, directory, options, resume=True)
+        return _run(plan, options, resumed=directory)
     if arguments.config is None or "=" in arguments.config or not arguments.policies:
         raise UsageError(_NEEDS)
     plan = _new_plan(arguments)
-    plan.configs()  # before a directory is made
     _check_baseline(plan, options)
-    return _run(plan, _new_directory(plan, arguments.out), options, resume=False)
+    return _run(plan, options, out=arguments.out)
 
 
 def _check_baseline(plan: Plan, options: Options) -> None:
@@ -169,14 +170,18 @@ def _seeds(text: str, first: int) -> tuple[int, ...]:
     return tuple(range(first, first + numbers[0]))
 
 
+def _refuse_full(wished: str | None) -> None:
+    path = Path(wished).expanduser() if wished is not None else None
+    if path is not None and path.is_dir() and any(path.iterdir()):
+        raise UsageError(f"--out {wished} is not empty; go on with it by --resume {wished}, or name another.")
+
+
 def _new_directory(plan: Plan, wished: str | None) -> Path:
     from rllib_llm.directories import new_directory
 
     if wished is None:
         return new_directory(plan.experiment, "compare")
     path = Path(wished).expanduser().absolute()
-    if path.is_dir() and any(path.iterdir()):
-        raise UsageError(f"--out {wished} is not empty; go on with it by --resume {wished}, or name another.")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -211,15 +216,32 @@ def read_plan(directory: Path, concurrent: int | None) -> Plan:
     return Plan(experiment, policies, seeds, iterations, concurrent)
 
 
-def _run(plan: Plan, directory: Path, options: Options, *, resume: bool) -> int:
-    from rllib_llm.cli.compare_run import run_comparison
-    from rllib_llm.cli.launch import how_to_look
-    from rllib_llm.compare.report import write_report
+def _run(plan: Plan, options: Options, *, resumed: Path | None = None, out: str | None = None) -> int:
+    """Train and report in the directory `resumed`, else in a new one, made when nothing can refuse any more."""
+    from rllib_llm.cli.cluster import running_ray
+    from rllib_llm.cli.compare_run import require_usable, run_comparison
     from rllib_llm.directories import only_here
 
     started = time.monotonic()
-    with only_here(directory):
-        outcome = run_comparison(plan, directory, options.baseline, resume=resume)
+    config = require_usable(plan)
+    _refuse_full(out)
+    with ExitStack() as held:
+        if resumed is not None:
+            held.enter_context(only_here(resumed))
+        held.enter_context(running_ray(plan.experiment.run.resources, config))
+        directory = resumed or _new_directory(plan, out)
+        if resumed is None:
+            held.enter_context(only_here(directory))
+        outcome = run_comparison(plan, config, directory, options.baseline, resume=resumed is not None)
+    _conclude(outcome, directory, options, minutes=(time.monotonic() - started) / 60)
+    return outcome.exit_status
+
+
+def _conclude(outcome: ComparisonOutcome, directory: Path, options: Options, minutes: float) -> None:
+    """Write the report of what was trained, and say how it ended."""
+    from rllib_llm.cli.launch import how_to_look
+    from rllib_llm.compare.report import write_report
+
     if not any(directory.glob("curves*.jsonl")):
         print("No cell has finished an iteration: there is nothing to report.", file=sys.stderr)
     else:
@@ -228,10 +250,9 @@ def _run(plan: Plan, directory: Path, options: Options, *, resume: bool) -> int:
         _print_summary(file, report)
     if outcome.tracking is not None and outcome.tracking.tracking_uri.startswith("sqlite"):
         print(how_to_look(outcome.tracking.tracking_uri))
-    print(f"{outcome.text} after {(time.monotonic() - started) / 60:.1f} min; raw results in {directory}")
+    print(f"{outcome.text} after {minutes:.1f} min; raw results in {directory}")
     for line in outcome.problems:
         print(line, file=sys.stderr)
-    return outcome.exit_status
 
 
 def _print_summary(file: Path, report: Report) -> None:

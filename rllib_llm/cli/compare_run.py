@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ray import tune
 
-from rllib_llm.cli.cluster import start_ray
 from rllib_llm.cli.interrupt import Interrupt
 from rllib_llm.cli.progress import status_text
 from rllib_llm.cli.shell import command_line
@@ -28,6 +27,7 @@ from rllib_llm.files import write_whole
 from rllib_llm.tracking.entries import metrics_of
 
 if TYPE_CHECKING:
+    from rllib_llm.algorithm.config import GRPOConfig
     from rllib_llm.compare.report import Report
     from rllib_llm.tracking import MLflowCallback
 
@@ -54,18 +54,27 @@ class ComparisonOutcome:
             self.problems.append(str(found))
 
 
-def run_comparison(plan: Plan, directory: Path, baseline: str | None, *, resume: bool) -> ComparisonOutcome:
-    """Run, or go on with, all cells of `plan` in `directory`.
+def require_usable(plan: Plan) -> GRPOConfig:
+    """The config of the plan's first cell.
 
-    Raises what `launch.launch` raises for configs, placement, engines, models and tracking stores that cannot be used.
+    Raises what `launch.launch` raises for configs, engines, models and tracking stores that cannot be used.
     """
-    import ray
-
     from rllib_llm.algorithm.preflight import preflight
 
     configs = plan.configs()
     for config in configs:
         preflight(config)
+    if plan.experiment.tracking.enabled:
+        from rllib_llm.tracking.store import store_address
+
+        store_address(plan.experiment.tracking.uri)
+    return configs[0]
+
+
+def run_comparison(
+    plan: Plan, config: GRPOConfig, directory: Path, baseline: str | None, *, resume: bool
+) -> ComparisonOutcome:
+    """Run, or go on with, all cells of `plan` in `directory`, on a Ray that runs. config: of any cell."""
     tracking = _tracking(plan, directory)
     writer = CurveWriter(directory)
     if not resume:
@@ -74,23 +83,17 @@ def run_comparison(plan: Plan, directory: Path, baseline: str | None, *, resume:
     _announce(plan, directory, tracking)
     # without such a file the comparison was ended before Tune had written any
     saved = any((directory / TRIALS).glob("experiment_state-*.json"))
-    started, interrupt = False, Interrupt()
+    interrupt = Interrupt()  # entered after Ray's start, which puts signal handlers of its own in place
     try:
-        started = start_ray(
-            plan.experiment.run.resources, configs[0]
-        )  # Ray puts signal handlers of its own in place
         with interrupt:
             callbacks = [
                 CellCallback(plan, writer, interrupt),
                 _Progress(plan),
                 *([tracking] if tracking else []),
             ]
-            run_cells(plan, configs[0], directory, callbacks, resume=resume and saved)
+            run_cells(plan, config, directory, callbacks, resume=resume and saved)
     except KeyboardInterrupt:
         interrupt.requested = True
-    finally:
-        if started:
-            ray.shutdown()
     return _outcome(plan, writer, interrupt.requested, tracking)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rllib_llm.cli.cluster import start_ray
+from rllib_llm.cli.cluster import running_ray
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
 from rllib_llm.cli.progress import ProgressCallback
 from rllib_llm.cli.shell import command_line
@@ -51,9 +52,9 @@ def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Pa
     """Train. With `checkpoint`, go on from it in the same `directory`.
 
     Raises ExperimentError for a config that cannot run, PlacementError for one that asks for more than Ray has,
-    EnvConfigError, EngineUnavailableError, CheckpointError and TrackingUnavailableError for an environment, engine,
-    model or tracking store that cannot be used; nothing was started then. Errors inside the trial are an Outcome with
-    status "failed".
+    RayUnavailableError for a cluster that cannot be joined, EnvConfigError, EngineUnavailableError, CheckpointError and
+    TrackingUnavailableError for an environment, engine, model or tracking store that cannot be used. Nothing was
+    trained then: no directory was made, and one to resume is as it was.
     """
     from rllib_llm.algorithm.preflight import preflight
 
@@ -65,9 +66,16 @@ def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Pa
 
         store_address(experiment.tracking.uri)
     policy = config.settings().policy
-    directory = directory or new_directory(experiment, policy.name)
-    with only_here(directory):
-        return _run(experiment, config, policy, directory, checkpoint)
+    with ExitStack() as held:
+        if directory is not None:
+            held.enter_context(only_here(directory))
+        held.enter_context(running_ray(experiment.run.resources, config))
+        if directory is None:  # Ray has not refused
+            directory = new_directory(experiment, policy.name)
+            held.enter_context(only_here(directory))
+        outcome = _run(experiment, config, policy, directory, checkpoint)
+    _report(outcome, policy.name, policy.fingerprint)
+    return outcome
 
 
 def _run(
@@ -77,7 +85,7 @@ def _run(
     directory: Path,
     checkpoint: Path | None,
 ) -> Outcome:
-    """Train in a directory that nobody else works in."""
+    """Train in a directory that nobody else works in, on a Ray that runs."""
     write_whole(directory / EXPERIMENT_FILE, experiment.to_yaml())
     tracking = _tracking(experiment, directory)
     _say(f"training {experiment.name!r} under policy {policy.name} (fingerprint {policy.fingerprint[:16]})")
@@ -89,9 +97,7 @@ def _run(
         _say(f"  resuming  {checkpoint}")
     status, error = _train(experiment, config, directory, checkpoint, tracking)
     found = checkpoints(directory)
-    outcome = Outcome(status, directory, found[-1] if found else None, error, tracking)
-    _report(outcome, policy.name, policy.fingerprint)
-    return outcome
+    return Outcome(status, directory, found[-1] if found else None, error, tracking)
 
 
 def _train(
@@ -101,14 +107,11 @@ def _train(
     checkpoint: Path | None,
     tracking: MLflowCallback | None,
 ) -> tuple[str, str]:
-    """(status, error text) of the trial; Ray is started and stopped here."""
-    import ray
-
-    run, started = experiment.run, False
+    """(status, error text) of the trial."""
+    run = experiment.run
     progress = ProgressCallback(run.iterations)
     try:
-        started = start_ray(run.resources, config)  # first: Ray puts signal handlers of its own in place
-        with Interrupt() as interrupt:
+        with Interrupt() as interrupt:  # after Ray's start, which puts signal handlers of its own in place
             _say("  building model, engine and environment; the first iteration takes longest")
             stopper = RunStopper(run.iterations, run.stop, run.max_minutes, interrupt)
             callbacks = [HistoryCallback(directory), progress, *([tracking] if tracking else [])]
@@ -120,8 +123,6 @@ def _train(
         return "interrupted", ""
     finally:
         progress.close()
-        if started:
-            ray.shutdown()
 
 
 def _run_trial(

@@ -75,6 +75,7 @@ def _input_errors() -> tuple[type[Exception], ...]:
     from precision_policies import PolicyError
     from rllib_llm.algorithm.checkpoint import PrecisionChangeError
     from rllib_llm.algorithm.placement import PlacementError
+    from rllib_llm.cli.cluster import RayUnavailableError
     from rllib_llm.compare.curves import CurvesError
     from rllib_llm.compare.figures import FiguresUnavailableError
     from rllib_llm.engines.base import EngineUnavailableError
@@ -89,6 +90,7 @@ def _input_errors() -> tuple[type[Exception], ...]:
         PolicyError,
         PrecisionChangeError,
         PlacementError,
+        RayUnavailableError,
         CurvesError,
         FiguresUnavailableError,
         ExperimentError,

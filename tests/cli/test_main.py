@@ -198,16 +198,37 @@ def test_a_run_killed_in_its_last_iteration_can_be_resumed(tmp_path):
         _refuse_finished(tmp_path, checkpoint, 2)
 
 
-def test_ctrl_c_while_ray_starts_says_that_there_is_no_checkpoint(capsys, tmp_path, monkeypatch):
-    """An interrupt before the first iteration ends with status 130 and without a traceback."""
+def test_ctrl_c_while_ray_starts_leaves_nothing(capsys, tmp_path, monkeypatch):
+    """An interrupt before there is anything to train in ends with status 130, no traceback and no directory."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rllib_llm.cli.launch.start_ray", interrupted)
+    monkeypatch.setattr("rllib_llm.cli.launch.running_ray", interrupted)
     assert main(["train", "quickstart", "tracking.enabled=false"]) == 130
-    assert "There is no checkpoint yet to go on from" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("rllib-llm: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command", [["train", "quickstart"], ["compare", "quickstart", "--policies", "bf16"]]
+)
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.resources.ray_address=127.0.0.1:9", "'127.0.0.1:9': cannot be joined"),
+        ("run.resources.ray_address=nonsense", "'nonsense': cannot be joined"),
+        ("rollout.engine_options={device: cuda}", "asks Ray for no GPU and would see none"),
+        ("tracking.uri=htp://host", "MLflow cannot use it"),
+    ],
+)
+def test_what_ray_and_mlflow_refuse_leaves_nothing(command, override, words, capsys, tmp_path, monkeypatch):
+    """A cluster that is not there, an engine without its GPU and a store of no kind end with status 2 and no files."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, override]) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def _cut(file):

@@ -128,16 +128,30 @@ def test_eval_reports_a_checkpoint(interrupted, capsys):
     assert "unified-fp8" in out
 
 
-def test_a_trial_that_can_never_be_placed_is_refused(ray_session, capsys, tmp_path, monkeypatch):
-    """Asking for GPUs that are not there ends at once with status 2 instead of waiting for ever."""
+@pytest.mark.parametrize(
+    "command", [["train", "quickstart"], ["compare", "quickstart", "--policies", "bf16"]]
+)
+def test_a_trial_that_can_never_be_placed_is_refused(ray_session, command, capsys, tmp_path, monkeypatch):
+    """Asking for GPUs that are not there ends at once with status 2 instead of waiting for ever; nothing is left."""
     monkeypatch.chdir(tmp_path)
     overrides = [
         "run.resources.gpus_per_env_runner=64",
         "run.resources.num_env_runners=1",
         "tracking.enabled=false",
     ]
-    assert main(["train", "quickstart", *overrides]) == 2
+    assert main([*command, *overrides]) == 2
     assert re.search(r"can never be placed:\s+1\. GPU: 64 asked for, 0 there", capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_resume_changes_nothing(ray_session, interrupted, capsys):
+    """Overrides under which a run cannot go on do not become part of its experiment.yaml."""
+    directory, *_ = interrupted
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    overrides = ["run.iterations=2000", "run.resources.gpus_per_learner=64", "run.resources.num_learners=1"]
+    assert main(["train", "--resume", str(directory), *overrides]) == 2
+    assert "can never be placed" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
 def test_results_are_where_the_config_says(interrupted):
