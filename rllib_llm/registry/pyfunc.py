@@ -6,6 +6,7 @@ MLflow calls `_load_pyfunc` by this module's name; no object of ours is pickled 
 from __future__ import annotations
 
 import difflib
+import numbers
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,7 +81,9 @@ class TextGenerator:
 
         Args:
             model_input: see `prompts_of`.
-            params: see `rllib_llm.registry.signature.PARAMETERS`. Without a seed every call draws a fresh one.
+            params: see `rllib_llm.registry.signature.PARAMETERS`. Without a seed every call draws a fresh one. Of what
+                `mlflow.pyfunc` is given, MLflow drops unknown names with a warning and sends the rest here; called on
+                `get_raw_model()`, an unknown name is an error.
 
         Returns:
             DataFrame with columns completion (text), finish_reason ("stop" or "length") and num_tokens, in the order of
@@ -103,6 +106,10 @@ class TextGenerator:
             (self.encoder.decode(answer.token_ids), answer.finish_reason, len(answer.token_ids))
             for (answer,) in answers
         ]
+
+    def get_raw_model(self) -> TextGenerator:
+        """This object, without MLflow's schemas before it; MLflow's own models pass the call on to here."""
+        return self
 
     def close(self) -> None:
         """Free the engines; the next `predict` makes new ones."""
@@ -138,16 +145,33 @@ class TextGenerator:
             )
 
 
+_TYPES = {"long": numbers.Integral, "double": numbers.Real, "string": str}  # MLflow's names of them
+
+
 def _parameters(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Given and default parameters. Raises RegistryError for names that do not exist (MLflow would ignore them)."""
-    if unknown := sorted(params.keys() - PARAMETERS.keys()):
-        near = [(n, difflib.get_close_matches(n, PARAMETERS, n=1)) for n in unknown]
-        shown = ", ".join(f"{n}{f' (did you mean {m[0]}?)' if m else ''}" for n, m in near)
-        raise RegistryError(f"unknown parameter(s) {shown}; known are {', '.join(PARAMETERS)}")
+    """Given and default parameters. Raises RegistryError for names that do not exist, values of another type, and an
+    unknown engine: all of them."""
+    problems = []
+    for name, value in params.items():
+        if name not in PARAMETERS:
+            near = difflib.get_close_matches(str(name), PARAMETERS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(PARAMETERS)}"
+            problems.append(f"unknown parameter {name} ({hint})")
+        elif not _is_of_type(name, value):
+            problems.append(f"{name} = {value!r} must be a {PARAMETERS[name][0]}")
     chosen = {name: default for name, (_, default) in PARAMETERS.items()} | dict(params)
-    if chosen["engine"] not in ENGINES:
-        raise RegistryError(f"engine {chosen['engine']!r}: one of {', '.join(ENGINES)}")
+    if isinstance(chosen["engine"], str) and chosen["engine"] not in ENGINES:
+        problems.append(f"engine {chosen['engine']!r}: one of {', '.join(ENGINES)}")
+    if problems:
+        raise RegistryError("params refused: " + "; ".join(problems))
     return chosen
+
+
+def _is_of_type(name: str, value: Any) -> bool:
+    kind, default = PARAMETERS[name]
+    if value is None:
+        return default is None
+    return isinstance(value, _TYPES[kind]) and not isinstance(value, bool)
 
 
 # ---- input -----------------------------------------------------------------------------------------------------------

@@ -60,6 +60,19 @@ def test_parameters_reach_the_sampler(model):
         model.predict(PROMPTS, params={"top_p": 2.0})
 
 
+def test_a_misspelt_parameter_is_refused_by_the_model_itself(model, monkeypatch):
+    """MLflow drops it with a warning before the model is asked, as docs/registry.md says; `get_raw_model` does not."""
+    said = []
+    monkeypatch.setattr("mlflow.models.utils._logger.warning", lambda text, *_: said.append(text))
+    short = {"max_tokens": 2, "temprature": 0.0}
+    assert len(model.predict(PROMPTS, params=short)) == 2
+    assert "temprature" in said[0]
+    with pytest.raises(RegistryError) as error:
+        model.get_raw_model().predict(PROMPTS, params={**short, "top_k": "many", "seed": True})
+    for words in ("temprature (did you mean temperature?)", "top_k = 'many' must be a long", "seed = True"):
+        assert words in str(error.value)
+
+
 def test_chats_keep_all_their_messages(model):
     """Messages come as a mapping or a column. A bare list, of which MLflow drops all but a column, is refused."""
     assert prompts_of({"messages": CHAT})[0].messages == CHAT
