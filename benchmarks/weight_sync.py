@@ -176,7 +176,7 @@ class Bench:
             self.sender = WeightSender(torch.device(self.device), "127.0.0.1", 120.0)
         made, manifest = self._manifest()
         [offer] = self.sender.offer(manifest, transport, [self.place.identity])
-        thread = threading.Thread(target=self.sender.send, args=(offer.push, self.model.rollout_tensors))
+        thread = threading.Thread(target=self.sender.send, args=(offer.push, self._again))
         self.holder.start("take", offer)
         thread.start()
         result = self.holder.finish()
@@ -192,6 +192,10 @@ class Bench:
         made = time.perf_counter() - begin
         return made, self._local().take(update), update.hashes
 
+    def _again(self) -> Any:
+        """As the learner reads its weights after the manifest."""
+        return self.model.rollout_tensors(again=True)
+
     def _local(self) -> Holder:
         if not hasattr(self, "local"):
             self.local = Holder(self.args.shape, self.policy, self.device)
@@ -203,7 +207,7 @@ class Bench:
         made, manifest = self._manifest()
         return (
             made,
-            self._local().take(InProcessUpdate(manifest, self.model.rollout_tensors)),
+            self._local().take(InProcessUpdate(manifest, self._again)),
             manifest.hashes,
         )
 

@@ -67,7 +67,7 @@ class WeightSource(TorchLearner):
 
     def in_process_update(self, manifest: WeightManifest) -> InProcessUpdate:
         """The present weights for an engine in this process; the manifest must be of them."""
-        return InProcessUpdate(manifest, self._rollout_tensors)
+        return InProcessUpdate(manifest, self._read_again)
 
     def offer_weights(
         self, manifest: WeightManifest, transport: Transport, engines: Sequence[str], timeout_s: float
@@ -81,10 +81,11 @@ class WeightSource(TorchLearner):
     def send_weights(self, push: str) -> None:
         """Deliver the bytes of an offered push; blocks until every engine holds them; see `WeightSender.send`."""
         assert self._weight_sender is not None, "offer_weights comes first"
-        self._weight_sender.send(push, self._rollout_tensors)
+        self._weight_sender.send(push, self._read_again)
 
-    def _rollout_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.lm_module.lm.rollout_tensors()
+    def _read_again(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The tensors of which a manifest was made, quantised for that."""
+        return self.lm_module.lm.rollout_tensors(again=True)
 
     def attest(self) -> Attestation:
         """What the training side runs with, stated by this process."""

@@ -214,10 +214,15 @@ class CausalLM(nn.Module):
         for layer in self.model.layers:
             cast(DecoderLayer, layer).fuse()
 
-    def rollout_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of everything the rollout side needs, quantised here from the master weights."""
+    def rollout_tensors(self, again: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of everything the rollout side needs, quantised here from the master weights.
+
+        again: a further reading of the same weights. What the one before quantised is read again, and the next forward
+            multiplies by it too; without, changes that autograd does not count (`.data`) are looked for as well.
+        """
         self._require_side("train", "exporting weights")
-        self.forget_operands()
+        if not again:
+            self.forget_operands()
         for name, module in self.planned_modules():
             for suffix, tensor in module.export().items():
                 yield f"{name}.{suffix}", tensor

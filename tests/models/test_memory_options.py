@@ -1,8 +1,11 @@
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rllib_llm.engines.factory import make_engine
+from rllib_llm.learner.weights import WeightSource
 from rllib_llm.models import PackedBatch, causal_lm
 from tests.models.cases import make_model, next_tokens, random_sequences
 
@@ -100,10 +103,10 @@ def test_operands_follow_other_changes():
     assert torch.equal(model(batch).detach(), first)
 
 
-def test_weights_are_quantised_once_per_step(monkeypatch):
-    """Ten forwards and backwards of one optimiser step quantise every weight once, and the export uses these codes."""
+@pytest.fixture
+def quantised_rows(monkeypatch):
+    """Numbers of rows of the weights that are quantised."""
     prepared_module = importlib.import_module("precision_kernels.prepared")
-    model = make_model("qwen3", "unified-fp8")
     rows = []
     real = prepared_module.implementation
 
@@ -114,6 +117,13 @@ def test_weights_are_quantised_once_per_step(monkeypatch):
         return lambda w, *rest: (rows.append(w.shape[0]), function(w, *rest))[1]
 
     monkeypatch.setattr(prepared_module, "implementation", counting)
+    return rows
+
+
+def test_weights_are_quantised_once_per_step(quantised_rows):
+    """Ten forwards and backwards of one optimiser step quantise every weight once, and the export uses these codes."""
+    model = make_model("qwen3", "unified-fp8")
+    rows = quantised_rows
     batch = PackedBatch.from_sequences([[5, 6, 7]])
     for _ in range(10):
         model(batch).float().sum().backward()
@@ -126,3 +136,26 @@ def test_weights_are_quantised_once_per_step(monkeypatch):
         exported["model.layers.0.mlp.up_proj.weight"].data_ptr()
         == layer.prepared().quantised.codes.data_ptr()
     )
+
+
+def test_a_push_reads_the_weights_three_times_and_quantises_them_once(quantised_rows):
+    """Manifest, verification and copy of a learner's push quantise each fp8 weight once in all."""
+    model = make_model("qwen3", "unified-fp8")
+    engine = make_engine("torch", model.config, "unified-fp8")
+
+    class Learner(WeightSource):
+        lm_module = SimpleNamespace(lm=model)
+        weights_version = 3
+
+        def compute_loss_for_module(self, **_):
+            raise NotImplementedError
+
+    learner = object.__new__(Learner)
+    receipt = engine.update_weights(learner.in_process_update(learner.weights_manifest()))
+    assert dict(receipt.hashes) == engine.model.weight_hashes()
+    assert sum(quantised_rows) == sum(r.shape[0] for r in model.plan.modules if r.train_forward == "fp8") > 0
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(2)  # not seen by autograd's counter
+    after = engine.update_weights(learner.in_process_update(learner.weights_manifest()))
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    assert after.hashes[name] != receipt.hashes[name]
