@@ -2,7 +2,8 @@
 
 * `reference/`  the definition of every operator, in plain torch, on any device; on CPU it is what runs.
 * `operators`   the differentiable operators that models call, dispatched on the device.
-* `linear`      the linear layer with its three GEMMs in the formats of a precision policy.
+* `linear`      the linear layer with its three GEMMs in the formats of a precision policy; `feed_forward` a block of
+                them.
 * `dispatch`    what is bound where, by name, version and source hash; no silent fallback.
 """
 
@@ -13,7 +14,8 @@ from precision_kernels.dispatch import (
     bind_reference,
     bound_implementations,
 )
-from precision_kernels.linear import Remake, linear, linears, linears_of_codes
+from precision_kernels.feed_forward import gated_feed_forward, gated_feed_forward_problems
+from precision_kernels.linear import linear, linears, linears_of_codes
 from precision_kernels.operators import (
     add_rms_norm,
     add_rms_norm_quantise,
@@ -48,6 +50,7 @@ from precision_kernels.prepared import (
 )
 from precision_kernels.reference.formats import BLOCK, FP8, FP8_MAX, SCALE_FLOOR, Quantised
 from precision_kernels.reference.layout import AttentionLayout
+from precision_kernels.weight_gradient import Remake, accumulate_in_place
 
 __all__ = [
     "BLOCK",
@@ -62,6 +65,7 @@ __all__ = [
     "Quantised",
     "Remake",
     "UnboundOperatorError",
+    "accumulate_in_place",
     "add_rms_norm",
     "add_rms_norm_quantise",
     "allocate_kv_cache",
@@ -71,6 +75,8 @@ __all__ = [
     "block_fp8_matmul",
     "bound_implementations",
     "dgrad_fp8_matmul",
+    "gated_feed_forward",
+    "gated_feed_forward_problems",
     "invariant_matmul",
     "joinable",
     "linear",

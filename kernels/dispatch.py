@@ -48,8 +48,10 @@ OPERATORS: tuple[str, ...] = (
     "silu_mul",
     "silu_mul_backward",
     "silu_mul_quantise",
+    "silu_mul_quantise_both",
     "silu_mul_saving",
     "silu_mul_backward_saved",
+    "silu_mul_backward_quantise_both",
     "rotary_cos_sin",
     "rotary",
     "rotary_backward",
@@ -232,9 +234,10 @@ def bind_reference(device_type: str) -> None:
 def bound_implementations(device_type: str) -> dict[str, str]:
     """``{operator: "name@version#sourcehash"}`` for everything bound on a device: goes into the attestation.
 
-    The entry "composition" names the code that puts operators together (`linear`, `operators`).
+    The entry "composition" names the code that puts operators together (`linear`, `feed_forward`, `operators`).
     """
     identities = {operator: chosen.identity for operator, chosen in _table(device_type).items()}
-    composition = _modules_hash("precision_kernels.linear", "precision_kernels.operators")
+    modules = ("linear", "feed_forward", "operators")
+    composition = _modules_hash(*(f"precision_kernels.{module}" for module in modules))
     identities["composition"] = f"precision_kernels@{version('rllib-llm')}#{composition}"
     return dict(sorted(identities.items()))

@@ -16,6 +16,7 @@ wgrad      dW = dy^T x [M,N]x[M,K]    1x128 . 128x1 (both along M)        librar
 * ``saved = "fp8"`` keeps codes and scales of x between forward and backward, not x: the 128x1 codes when
   wgrad is fp8 (nothing is quantised twice), else the 1x128 codes of the forward, dequantised for the wgrad.
 * dx is in x's dtype, dW and dbias are fp32 (autograd casts them if the parameter is not).
+* From the second micro-batch on dW can be added to ``.grad`` by the GEMM (`weight_gradient.accumulate_in_place`).
 * Several linears of one input are one GEMM of each kind when their weights are joined (`prepare_joint`): y has
   the bits of each alone; dx is one sum over the outputs of all. Apart, their dx are added in fp32.
 """
@@ -23,8 +24,7 @@ wgrad      dW = dy^T x [M,N]x[M,K]    1x128 . 128x1 (both along M)        librar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
@@ -34,10 +34,10 @@ from precision_kernels.prepared import (
     JointWeight,
     LinearFormats,
     PreparedWeight,
-    dequantise,
     prepare_weight,
 )
 from precision_kernels.reference.formats import Quantised
+from precision_kernels.weight_gradient import Remake, kept, main_gradient, marked, weight_gradient
 
 
 def _outputs(operand, formats: LinearFormats, prepared, joint: JointWeight | None, biases, out_dtype):
@@ -53,21 +53,6 @@ def _outputs(operand, formats: LinearFormats, prepared, joint: JointWeight | Non
     else:
         outputs = list(product(joint.whole).split(joint.sizes, 1))
     return [y if b is None else y + b.to(y.dtype) for y, b in zip(outputs, biases, strict=True)]
-
-
-class Remake(NamedTuple):
-    """How the input of a linear can be made again from tensors that are kept anyway: then its codes need not be.
-
-    ``function(*tensors)`` gives the input with the same bits; no gradient flows through it.
-    """
-
-    function: Callable[..., torch.Tensor]
-    tensors: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def kept(cls, x: torch.Tensor) -> Remake:
-        """The input itself is kept, by the operator that made it."""
-        return cls(lambda rows: rows, (x.detach(),))
 
 
 class _Linears(torch.autograd.Function):
@@ -88,12 +73,12 @@ class _Linears(torch.autograd.Function):
         outputs = _outputs(operand, formats, prepared, joint, biases, out_dtype)
         ctx.set_materialize_grads(False)
         ctx.formats, ctx.prepared, ctx.joint, ctx.dtype = formats, prepared, joint, x.dtype
-        ctx.saved_kind, ctx.remake = "", None
+        ctx.saved_kind, ctx.remake, ctx.weights = "", None, [marked(w) for w in weights]
         if trained and remake is not None and formats.saved == formats.wgrad == "fp8":
             ctx.saved_kind, ctx.remake = "values", remake.function
             ctx.save_for_backward(*remake.tensors)
         elif trained:
-            ctx.saved_kind, tensors = _saved(x, formats, quantised, columns)
+            ctx.saved_kind, tensors = kept(x, formats, quantised, columns)
             ctx.save_for_backward(*tensors)
         return tuple(outputs)
 
@@ -105,11 +90,15 @@ class _Linears(torch.autograd.Function):
         ]
         if ctx.joint is not None and any(dy is not None for dy in grads):
             dy = _beside(grads, ctx.joint.sizes)
-            dx, (whole,) = _gradients(ctx, [dy], [ctx.joint.whole], [any(wanted)])
+            target = main_gradient(ctx.weights) if all(wanted) else None
+            dx, (whole,) = _gradients(ctx, [dy], [ctx.joint.whole], [any(wanted)], [target])
             pieces = [None] * count if whole is None else whole.split(ctx.joint.sizes)
             dweights = [piece if want else None for piece, want in zip(pieces, wanted, strict=True)]
         else:
-            dx, dweights = _gradients(ctx, grads, ctx.prepared, wanted)
+            targets = [
+                main_gradient([w]) if want else None for w, want in zip(ctx.weights, wanted, strict=True)
+            ]
+            dx, dweights = _gradients(ctx, grads, ctx.prepared, wanted, targets)
         dbiases: list[torch.Tensor | None] = [None] * count
         for i, dy in enumerate(grads):
             if dy is not None and ctx.needs_input_grad[7 + count + i]:
@@ -117,8 +106,10 @@ class _Linears(torch.autograd.Function):
         return dx, None, None, None, None, None, None, *dweights, *dbiases
 
 
-def _gradients(ctx, grads, prepared, wanted) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """dx, and dW fp32 of the linears of which it is ``wanted``."""
+def _gradients(
+    ctx, grads, prepared, wanted, targets
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """dx, and dW fp32 of the linears of which it is ``wanted``; None where it was added to a target."""
     codes: list[tuple[Quantised | None, Quantised | None]] = [(None, None)] * len(grads)
     if ctx.needs_input_grad[0] and ctx.formats.dgrad == "fp8":
         codes = [
@@ -133,9 +124,10 @@ def _gradients(ctx, grads, prepared, wanted) -> tuple[torch.Tensor | None, list[
         if ctx.remake is not None:
             made = ctx.remake(*saved)
             saved = (made.reshape(-1, made.shape[-1]),)
-        product = _wgrad(ctx.saved_kind, saved, ctx.formats)
+        product = weight_gradient(ctx.saved_kind, saved, ctx.formats)
         dweights = [
-            product(dy, c) if want else None for dy, c, want in zip(grads, columns, wanted, strict=True)
+            product(dy, codes, target) if want else None
+            for dy, codes, want, target in zip(grads, columns, wanted, targets, strict=True)
         ]
     return dx, dweights
 
@@ -175,20 +167,6 @@ def _quantise(x: torch.Tensor, formats: LinearFormats, both: bool) -> tuple[Quan
     return implementation("quantise_activation", x.device.type)(x, *scale), None
 
 
-def _saved(
-    x: torch.Tensor, formats: LinearFormats, quantised: Quantised | None, columns: Quantised | None
-) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """What the wgrad will need of x, in the format of the policy: (kind, tensors)."""
-    if formats.saved != "fp8":
-        return "values", (x.to(DTYPES[formats.saved]),)
-    scale = (formats.scale_format, formats.scale_floor)
-    if formats.wgrad == "fp8":
-        codes = columns or implementation("quantise_columns", x.device.type)(x, *scale)
-    else:
-        codes = quantised or implementation("quantise_activation", x.device.type)(x, *scale)
-    return codes.kind, (codes.codes, codes.scales)
-
-
 def _dgrad(grads, rows, prepared, formats: LinearFormats, dtype: torch.dtype) -> torch.Tensor | None:
     """Sum over the linears of dy W: in fp32 if there are several, one rounding. ``rows``: 1x128 codes of the grads."""
     terms = [(dy, codes, p) for dy, codes, p in zip(grads, rows, prepared, strict=True) if dy is not None]
@@ -204,27 +182,6 @@ def _dgrad(grads, rows, prepared, formats: LinearFormats, dtype: torch.dtype) ->
             )
         total = term if total is None else total.add_(term)
     return None if total is None else total.to(dtype)
-
-
-def _wgrad(kind: str, tensors: tuple[torch.Tensor, ...], formats: LinearFormats):
-    """The function (dy, its 128x1 codes if at hand) -> dW fp32 [N, K] for the saved input."""
-    device = tensors[0].device.type
-    scale = (formats.scale_format, formats.scale_floor)
-    if formats.wgrad == "fp8":
-        quantise = implementation("quantise_columns", device)
-        x = (
-            Quantised(tensors[0], tensors[1], "128x1", formats.scale_format)
-            if kind == "128x1"
-            else quantise(tensors[0], *scale)
-        )
-        return lambda dy, codes: implementation("wgrad_fp8_matmul", device)(codes or quantise(dy, *scale), x)
-    dtype = DTYPES[formats.wgrad]
-    saved = (
-        tensors[0]
-        if kind == "values"
-        else dequantise(Quantised(tensors[0], tensors[1], "1x128", formats.scale_format), dtype)
-    )
-    return lambda dy, codes: implementation("wgrad_matmul", device)(dy.to(dtype), saved.to(dtype))
 
 
 Weight = torch.Tensor | Quantised | PreparedWeight

@@ -13,8 +13,10 @@ from precision_kernels.reference.fused import (
     add_rms_norm_quantise,
     norm_rotary,
     rms_norm_quantise,
+    silu_mul_backward_quantise_both,
     silu_mul_backward_saved,
     silu_mul_quantise,
+    silu_mul_quantise_both,
     silu_mul_saving,
 )
 from precision_kernels.reference.layout import AttentionLayout
@@ -83,8 +85,10 @@ __all__ = [
     "rotary_cos_sin",
     "silu_mul",
     "silu_mul_backward",
+    "silu_mul_backward_quantise_both",
     "silu_mul_backward_saved",
     "silu_mul_quantise",
+    "silu_mul_quantise_both",
     "silu_mul_saving",
     "tensor_digest",
     "token_logprobs",

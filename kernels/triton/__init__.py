@@ -10,7 +10,17 @@ import triton
 
 from precision_kernels.dispatch import Implementation, bind
 from precision_kernels.reference.rotary import rotary_cos_sin
-from precision_kernels.triton import activation, digest, logprobs, matmul, norm, norm_rotary, quantise, rotary
+from precision_kernels.triton import (
+    activation,
+    activation_codes,
+    digest,
+    logprobs,
+    matmul,
+    norm,
+    norm_rotary,
+    quantise,
+    rotary,
+)
 
 _FUNCTIONS = (
     quantise.quantise_activation,
@@ -28,6 +38,8 @@ _FUNCTIONS = (
     activation.silu_mul_quantise,
     activation.silu_mul_saving,
     activation.silu_mul_backward_saved,
+    activation_codes.silu_mul_quantise_both,
+    activation_codes.silu_mul_backward_quantise_both,
     rotary.rotary,
     rotary.rotary_backward,
     norm_rotary.norm_rotary,

@@ -46,13 +46,41 @@ def unpack(quad):
 
 
 @triton.jit
-def _pack(a, b, c, d):
-    """Four fp32 -> int64 of their roundings to bf16: for the interpreter."""
-    packed = round_to(d, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint64)
-    packed = (packed << 16) | round_to(c, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint64)
-    packed = (packed << 16) | round_to(b, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint64)
-    packed = (packed << 16) | round_to(a, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint64)
-    return packed.to(tl.int64, bitcast=True)
+def pack(a, b, c, d):
+    """Four fp32 -> int64 of their roundings to bf16."""
+    if INTERPRETED:
+        packed = round_to(d, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint64)
+        packed = (packed << 16) | round_to(c, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint64)
+        packed = (packed << 16) | round_to(b, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint64)
+        packed = (packed << 16) | round_to(a, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint64)
+        return packed.to(tl.int64, bitcast=True)
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 low, high; cvt.rn.bf16x2.f32 low, $2, $1; cvt.rn.bf16x2.f32 high, $4, $3;
+        mov.b64 $0, {low, high}; }""",
+        "=l,r,r,r,r",
+        [a, b, c, d],
+        dtype=tl.int64,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def multiply(x, y):
+    """Rounded products of four bf16 pairs."""
+    if INTERPRETED:
+        a, b, c, d = unpack(x)
+        e, f, g, h = unpack(y)
+        return pack(a * e, b * f, c * g, d * h)
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a, b, c, d; mov.b64 {a, b}, $1; mov.b64 {c, d}, $2;
+        mul.rn.bf16x2 a, a, c; mul.rn.bf16x2 b, b, d; mov.b64 $0, {a, b}; }""",
+        "=l,l,l",
+        [x, y],
+        dtype=tl.int64,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -61,7 +89,7 @@ def add(x, y):
     if INTERPRETED:
         a, b, c, d = unpack(x)
         e, f, g, h = unpack(y)
-        return _pack(a + e, b + f, c + g, d + h)
+        return pack(a + e, b + f, c + g, d + h)
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b, c, d; mov.b64 {a, b}, $1; mov.b64 {c, d}, $2;
         add.rn.bf16x2 a, a, c; add.rn.bf16x2 b, b, d; mov.b64 $0, {a, b}; }""",
@@ -79,8 +107,8 @@ def normalise(x, rstd, weight):
     if INTERPRETED:
         a, b, c, d = unpack(x)
         e, f, g, h = unpack(weight)
-        a, b, c, d = unpack(_pack(a * rstd, b * rstd, c * rstd, d * rstd))
-        return _pack(a * e, b * f, c * g, d * h)
+        a, b, c, d = unpack(pack(a * rstd, b * rstd, c * rstd, d * rstd))
+        return pack(a * e, b * f, c * g, d * h)
     # Not pure: the compiler would unpack x once for both of its uses and hold it as fp32.
     return tl.inline_asm_elementwise(
         """{ .reg .b32 low, high, p, q, r, s, wl, wh; .reg .f32 a, b, c, d;
@@ -157,4 +185,16 @@ def largest(quad):
     )
 
 
-__all__ = ["add", "is_packable", "lane", "larger", "largest", "lifted", "normalise", "quads", "unpack"]
+__all__ = [
+    "add",
+    "is_packable",
+    "lane",
+    "larger",
+    "largest",
+    "lifted",
+    "multiply",
+    "normalise",
+    "pack",
+    "quads",
+    "unpack",
+]

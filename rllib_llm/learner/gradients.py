@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from precision_kernels import accumulate_in_place
+
 __all__ = ["Gradients"]
 
 
@@ -13,12 +15,15 @@ class Gradients:
     """fp32 gradients of a fixed list of parameters over several backward passes.
 
     torch accumulates in the parameter's dtype; with bf16 masters eight bits of mantissa lose every
-    micro-batch below 1/256 of the sum. fp32 parameters use `param.grad` itself, without a copy.
+    micro-batch below 1/256 of the sum. fp32 parameters use `param.grad` itself, without a copy; from the second
+    micro-batch on fp8 weight gradients are added to it by their GEMM. The learner listens to no parameter and calls
+    `backward` only, which is what `accumulate_in_place` asks for.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]):
         self.params = list(params)
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        accumulate_in_place(p for p in self.params if p.dtype == torch.float32)
 
     def zero(self) -> None:
         self._sums = {}

@@ -12,6 +12,8 @@ from precision_kernels import (
     Quantised,
     Remake,
     attention,
+    gated_feed_forward,
+    gated_feed_forward_problems,
     norm_rotary,
     rotary,
     silu_mul,
@@ -104,10 +106,21 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor | Quantised, remake: Remake | None = None) -> torch.Tensor:
         """[T, H], or its codes -> [T, H]; ``remake``: how x can be made again."""
+        if isinstance(x, torch.Tensor) and torch.is_grad_enabled() and self._one_function():
+            weights = [m.weight for m in (self.gate_proj, self.up_proj, self.down_proj)]
+            return gated_feed_forward(x, weights, self.gate_up.prepared(), self.down_proj.prepared(), remake)
         gate, up = self.gate_up(x, remake)
         if self.quantise_product:
             return self.down_proj(silu_mul_quantise(gate, up, *self.saved[1:]))
         return self.down_proj(silu_mul(gate, up, *self.saved))
+
+    def _one_function(self) -> bool:
+        """Whether training takes the whole block at once, with the same results."""
+        modules = (self.gate_proj, self.up_proj, self.down_proj)
+        if not self.gate_up.joined or any(m.side != "train" or m.bias is not None for m in modules):
+            return False
+        prepared = self.gate_up.prepared(), self.down_proj.prepared()
+        return not gated_feed_forward_problems(*prepared, [m.weight for m in modules], self.saved[0])
 
 
 class DecoderLayer(nn.Module):

@@ -90,3 +90,23 @@ def test_groups_with_ragged_rows_are_multiplied_one_by_one():
     assert not attention.qkv.joined
     assert attention.k_proj.joint is None
     assert model.model.layers[0].mlp.gate_up.joined
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("remembered", [False, True])
+def test_the_feed_forward_block_as_one_function_changes_no_gradient(device, remembered, monkeypatch):
+    """Loss and every gradient of a model are those of its projections and SiLU one by one; checkpointing too."""
+    results = []
+    for one_function in (True, False):
+        if not one_function:
+            monkeypatch.setattr("rllib_llm.models.decoder.gated_feed_forward", None)  # not to be called
+            monkeypatch.setattr("rllib_llm.models.decoder.FeedForward._one_function", lambda self: False)
+        learner = build_model(CONFIG, "unified-fp8", "train", gradient_checkpointing=remembered)
+        learner.initialise(0)
+        learner.to(device)
+        assert learner.model.layers[0].mlp._one_function() == one_function
+        loss = learner.token_logprobs(learner(batch(device)), batch(device).input_ids).sum()
+        loss.backward()
+        results.append({"loss": loss.detach()} | {name: p.grad for name, p in learner.named_parameters()})
+    for name, expected in results[1].items():
+        assert torch.equal(results[0][name], expected), name

@@ -1,0 +1,174 @@
+"""SiLU(gate) * up and its backward for bf16, packed by fours, with the codes of their results in both directions.
+
+The results themselves are never written: of the forward's product, and of the gradients of gate and up side by side,
+the GEMMs that follow read 1x128 codes and 128x1 codes only. A program holds 128 x 128 of them, rounded to bf16, and
+both sets of scales.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from precision_kernels.reference.formats import BLOCK
+from precision_kernels.triton.numerics import INTERPRETED, exp, fast, reciprocal, silu_bf16
+from precision_kernels.triton.packed import is_packable, larger, lifted, multiply, pack, quads, unpack
+from precision_kernels.triton.packed_quantise import _column_scale, _rows, _word
+
+_WIDTH = tl.constexpr(32)
+"""Quads of a tile's row: one 1x128 block."""
+
+
+@triton.jit
+def sigmoid(g):
+    """1 / (1 + exp(-g)) for g a widened bf16, as IEEE division gives it.
+
+    On a GPU an approximate reciprocal with one Newton step, a fifth of the division's instructions: equal for all
+    65 536 inputs (tests/kernels/test_gpu_arithmetic.py). The step runs on a sixteenth, whose reciprocal is normal.
+    """
+    denominator = exp(-g) + 1.0
+    if INTERPRETED:
+        return tl.div_rn(tl.full(g.shape, 1.0, tl.float32), denominator)
+    part = denominator * 0.0625
+    r = reciprocal(part)
+    r = tl.fma(r, tl.fma(-part, r, 1.0), r) * 0.0625
+    return tl.where(denominator == float("inf"), 0.0, r)
+
+
+@triton.jit
+def _silu(g):
+    """An fp32 that rounds to the bf16 of the definition, for g a widened bf16."""
+    if INTERPRETED:
+        return tl.div_rn(g, exp(-g) + 1.0)
+    return silu_bf16(g)
+
+
+@triton.jit
+def _product(gate, up):
+    """round(round(silu(gate)) * up) of four bf16."""
+    a, b, c, d = unpack(gate)
+    return multiply(pack(_silu(a), _silu(b), _silu(c), _silu(d)), up)
+
+
+@triton.jit
+def _slope(dy, g, u, s):
+    """fp32 gradient of gate, s = sigmoid(g)."""
+    return dy * u * (s * (1.0 + g * (1.0 - s)))
+
+
+@triton.jit
+def _gradients(dy, gate, up):
+    """(dgate, dup) of four bf16."""
+    d0, d1, d2, d3 = unpack(dy)
+    g0, g1, g2, g3 = unpack(gate)
+    u0, u1, u2, u3 = unpack(up)
+    s0, s1, s2, s3 = sigmoid(g0), sigmoid(g1), sigmoid(g2), sigmoid(g3)
+    dup = multiply(dy, pack(g0 * s0, g1 * s1, g2 * s2, g3 * s3))
+    dgate = pack(
+        _slope(d0, g0, u0, s0), _slope(d1, g1, u1, s1), _slope(d2, g2, u2, s2), _slope(d3, g3, u3, s3)
+    )
+    return dgate, dup
+
+
+@triton.jit
+def _put(
+    a, b, c, d, row, first, codes, scales, words, scales_t, M, K, scale_b, word_k, floor, UE8M0: tl.constexpr
+):
+    """Both sets of codes and scales of a tile: rows row, row + 1, ... as quads [32, 32], its first column ``first``."""
+    columns = first // 4 + tl.arange(0, _WIDTH).to(tl.int64)
+    block = scales + (first // 128 - tl.program_id(0)).to(tl.int64) * scale_b
+    _rows(a, row, codes, block, M, K // 4, scale_b, columns, floor, UE8M0)
+    _rows(b, row + 1, codes, block, M, K // 4, scale_b, columns, floor, UE8M0)
+    _rows(c, row + 2, codes, block, M, K // 4, scale_b, columns, floor, UE8M0)
+    _rows(d, row + 3, codes, block, M, K // 4, scale_b, columns, floor, UE8M0)
+    lanes = larger(larger(lifted(a), lifted(b)), larger(lifted(c), lifted(d)))
+    s0, s1 = _column_scale(lanes, 0, floor, UE8M0), _column_scale(lanes, 1, floor, UE8M0)
+    s2, s3 = _column_scale(lanes, 2, floor, UE8M0), _column_scale(lanes, 3, floor, UE8M0)
+    a0, a1, a2, a3 = unpack(a)
+    b0, b1, b2, b3 = unpack(b)
+    c0, c1, c2, c3 = unpack(c)
+    d0, d1, d2, d3 = unpack(d)
+    even = tl.join(_word(a0, b0, c0, d0, s0[None, :]), _word(a2, b2, c2, d2, s2[None, :]))
+    odd = tl.join(_word(a1, b1, c1, d1, s1[None, :]), _word(a3, b3, c3, d3, s3[None, :]))
+    word = tl.reshape(tl.join(even, odd), (32, 4 * _WIDTH))
+    scale = tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (4 * _WIDTH,))
+    group = tl.program_id(1) * 32 + tl.arange(0, 32)
+    column = first + tl.arange(0, 4 * _WIDTH).to(tl.int64)
+    # Rows beyond M are zero codes: the storage is whole blocks of 128.
+    tl.store(words + group[:, None] + column[None, :] * word_k, word)
+    tl.store(scales_t + tl.program_id(1).to(tl.int64) * K + column, scale)
+
+
+@triton.jit
+def _load(x, row, columns, M, x_m):
+    return tl.load(x + row[:, None] * x_m + columns[None, :], (row < M)[:, None], 0)
+
+
+@triton.jit
+def _forward_kernel(
+    gate, up, codes, scales, words, scales_t, M, K, gate_m, up_m, scale_b, word_k, floor, UE8M0: tl.constexpr
+):
+    row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 32) * 4
+    columns = (tl.program_id(0) * _WIDTH + tl.arange(0, _WIDTH)).to(tl.int64)
+    a = _product(_load(gate, row, columns, M, gate_m), _load(up, row, columns, M, up_m))
+    b = _product(_load(gate, row + 1, columns, M, gate_m), _load(up, row + 1, columns, M, up_m))
+    c = _product(_load(gate, row + 2, columns, M, gate_m), _load(up, row + 2, columns, M, up_m))
+    d = _product(_load(gate, row + 3, columns, M, gate_m), _load(up, row + 3, columns, M, up_m))
+    first = tl.program_id(0) * 128
+    _put(a, b, c, d, row, first, codes, scales, words, scales_t, M, K, scale_b, word_k, floor, UE8M0)
+
+
+@triton.jit
+def _read_and_differentiate(dy, gate, up, row, columns, M, dy_m, gate_m, up_m):
+    return _gradients(
+        _load(dy, row, columns, M, dy_m),
+        _load(gate, row, columns, M, gate_m),
+        _load(up, row, columns, M, up_m),
+    )
+
+
+@triton.jit
+def _backward_kernel(
+    dy, gate, up, codes, scales, words, scales_t, M, K, dy_m, gate_m, up_m, scale_b, word_k, floor,
+    UE8M0: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 32) * 4
+    columns = (tl.program_id(0) * _WIDTH + tl.arange(0, _WIDTH)).to(tl.int64)
+    a, e = _read_and_differentiate(dy, gate, up, row, columns, M, dy_m, gate_m, up_m)
+    b, f = _read_and_differentiate(dy, gate, up, row + 1, columns, M, dy_m, gate_m, up_m)
+    c, g = _read_and_differentiate(dy, gate, up, row + 2, columns, M, dy_m, gate_m, up_m)
+    d, h = _read_and_differentiate(dy, gate, up, row + 3, columns, M, dy_m, gate_m, up_m)
+    first = tl.program_id(0) * 128
+    _put(a, b, c, d, row, first, codes, scales, words, scales_t, M, 2 * K, scale_b, word_k, floor, UE8M0)
+    _put(e, f, g, h, row, K + first, codes, scales, words, scales_t, M, 2 * K, scale_b, word_k, floor, UE8M0)
+
+
+def accepts(floor: float, *matrices: torch.Tensor) -> bool:
+    """Whether the kernels take these: packable bf16 matrices [M, K], K a multiple of 128."""
+    return is_packable(*matrices) and matrices[0].shape[1] % BLOCK == 0 and fast(matrices[0].dtype, floor)
+
+
+def product(gate, up, outputs, ue8m0: bool, floor: float) -> None:
+    """Fill ``outputs`` (codes, scales, words, scales_t as of `packed_quantise.launch`) for silu(gate) * up [M, K]."""
+    codes, scales, words, scales_t = outputs
+    m, k = gate.shape
+    _forward_kernel[(k // BLOCK, triton.cdiv(m, BLOCK))](
+        quads(gate), quads(up), codes.view(torch.int32), scales, words, scales_t, m, k, gate.stride(0) // 4,
+        up.stride(0) // 4, scales.stride(1), words.stride(0), floor, UE8M0=ue8m0, num_warps=4, maxnreg=168,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def gradients(dy, gate, up, outputs, ue8m0: bool, floor: float) -> None:
+    """Fill ``outputs`` for (dgate | dup) [M, 2K]."""
+    codes, scales, words, scales_t = outputs
+    m, k = gate.shape
+    _backward_kernel[(k // BLOCK, triton.cdiv(m, BLOCK))](
+        quads(dy), quads(gate), quads(up), codes.view(torch.int32), scales, words, scales_t, m, k,
+        dy.stride(0) // 4, gate.stride(0) // 4, up.stride(0) // 4, scales.stride(1), words.stride(0), floor,
+        UE8M0=ue8m0, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+__all__ = ["accepts", "gradients", "product", "sigmoid"]

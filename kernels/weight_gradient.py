@@ -1,0 +1,120 @@
+"""What a linear keeps for its weight gradient, how the gradient is made of it, and where it goes.
+
+It goes to autograd as a new fp32 matrix, or is added to the ``.grad`` of an earlier micro-batch by the GEMM itself
+(`accumulate_in_place`): autograd would read both, and write the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from precision_kernels.dispatch import implementation
+from precision_kernels.prepared import DTYPES, LinearFormats, dequantise, rows_of_one
+from precision_kernels.reference.formats import Quantised
+
+_MARK = "_precision_kernels_accumulates_in_place"
+
+
+class Remake(NamedTuple):
+    """How the input of a linear can be made again from tensors that are kept anyway: then its codes need not be.
+
+    ``function(*tensors)`` gives the input with the same bits; no gradient flows through it.
+    """
+
+    function: Callable[..., torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def kept(cls, x: torch.Tensor) -> Remake:
+        """The input itself is kept, by the operator that made it."""
+        return cls(lambda rows: rows, (x.detach(),))
+
+
+def kept(
+    x: torch.Tensor, formats: LinearFormats, quantised: Quantised | None, columns: Quantised | None
+) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """What the wgrad will need of x [M, K], in the format of the policy: (kind, tensors).
+
+    ``quantised``, ``columns``: its 1x128 and 128x1 codes where they are at hand.
+    """
+    if formats.saved != "fp8":
+        return "values", (x.to(DTYPES[formats.saved]),)
+    scale = (formats.scale_format, formats.scale_floor)
+    if formats.wgrad == "fp8":
+        codes = columns or implementation("quantise_columns", x.device.type)(x, *scale)
+    else:
+        codes = quantised or implementation("quantise_activation", x.device.type)(x, *scale)
+    return codes.kind, (codes.codes, codes.scales)
+
+
+def weight_gradient(kind: str, tensors: tuple[torch.Tensor, ...], formats: LinearFormats):
+    """The function (dy, its 128x1 codes if at hand, target) -> dW fp32 [N, K] for the input that was `kept`.
+
+    With a target (fp8 only) dW is added to it, and autograd gets None.
+    """
+    device = tensors[0].device.type
+    scale = (formats.scale_format, formats.scale_floor)
+    if formats.wgrad == "fp8":
+        quantise = implementation("quantise_columns", device)
+        x = (
+            Quantised(tensors[0], tensors[1], "128x1", formats.scale_format)
+            if kind == "128x1"
+            else quantise(tensors[0], *scale)
+        )
+
+        def fp8(
+            dy: torch.Tensor, codes: Quantised | None, target: torch.Tensor | None
+        ) -> torch.Tensor | None:
+            product = implementation("wgrad_fp8_matmul", device)(codes or quantise(dy, *scale), x, target)
+            return product if target is None else None
+
+        return fp8
+    dtype = DTYPES[formats.wgrad]
+    saved = (
+        tensors[0]
+        if kind == "values"
+        else dequantise(Quantised(tensors[0], tensors[1], "1x128", formats.scale_format), dtype)
+    )
+    return lambda dy, codes, target: implementation("wgrad_matmul", device)(dy.to(dtype), saved.to(dtype))
+
+
+def accumulate_in_place(parameters: Iterable[torch.Tensor]) -> None:
+    """Let fp8 weight gradients of these leaves be added to their ``.grad`` by the GEMM, where that is fp32 already.
+
+    The first backward pass after ``.grad`` became None goes through autograd. From the second on autograd sees no
+    gradient of such a parameter, so the caller promises to use ``backward()``, never `torch.autograd.grad`, and to
+    have no `DistributedDataParallel` or other listener to its accumulation. A parameter with hooks keeps autograd's
+    road, as does a ``.grad`` that is not fp32 or not contiguous, and one of several that are one GEMM (q, k, v) whose
+    ``.grad`` do not lie below each other. Copies of a parameter are not marked.
+    Raises ValueError for a tensor that is no leaf that requires grad.
+    """
+    for parameter in parameters:
+        if not (parameter.is_leaf and parameter.requires_grad):
+            raise ValueError(
+                "accumulate_in_place: only leaves that require grad have a .grad to add to, got a tensor of shape "
+                f"{tuple(parameter.shape)} with is_leaf={parameter.is_leaf}, requires_grad={parameter.requires_grad}"
+            )
+        setattr(parameter, _MARK, True)
+
+
+def marked(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """The weight if `accumulate_in_place` was called for it."""
+    return weight if weight is not None and hasattr(weight, _MARK) else None
+
+
+def main_gradient(weights: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The fp32 matrix [N1 + N2 + ..., K] that a backward pass adds to, rows of all ``.grad``; None: autograd's road."""
+    if torch.is_grad_enabled():  # create_graph: the gradient itself will be differentiated
+        return None
+    grads = []
+    for weight in weights:
+        if weight is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            return None
+        grad = weight.grad
+        if grad is None or grad.dtype != torch.float32 or grad.shape != weight.shape:
+            return None
+        grads.append(grad)
+    return rows_of_one(grads)
