@@ -34,7 +34,7 @@ sys.path[:] = [str(HERE / "flow"), *(p for p in sys.path if Path(p).resolve() !=
 import stock  # noqa: E402
 import torch  # noqa: E402
 from scoring import compare, policy_gradient_steps, warm_up  # noqa: E402
-from workload import Round, Turns, add_arguments, chosen_rounds, make_config, random_weights  # noqa: E402
+from workload import Round, Turns, add_arguments, chosen_rounds, make_config, random_weights, typical  # noqa: E402
 
 
 class Pair:
@@ -124,16 +124,18 @@ class Pair:
             ignore_eos=r.ignore_eos, seed=r.seed,
         )  # fmt: skip
         prompts = r.prompt_ids(self.vocab)
+        taken = []
         for repeat in range(r.repeats):
             seeds = [[1000 * p + i + repeat for i in range(r.n)] for p in range(len(prompts))]
             begin = time.time()
             answers = self.worker.generate(prompts, params, seeds)
-            seconds = time.time() - begin
+            taken.append(time.time() - begin)
+        seconds = typical(taken)
         samples = [(p, ids, lp) for p, row in zip(prompts, answers, strict=True) for ids, lp, _ in row]
         tokens = sum(len(ids) for _, ids, _ in samples)
         row = {
             "shape": self.args.model or self.args.shape, "policy": self.policy.name, "round": r.name,
-            "optimiser_steps": after, "version": self.version, "tokens": tokens, "rollout_s": seconds,
+            "optimiser_steps": after, "version": self.version, "tokens": tokens, "rollout_s": seconds, "taken_s": taken,
             "rollout_tokens_per_s": tokens / seconds, "engine_start_s": self.start_s,
         }  # fmt: skip
         row |= {} if self.args.engine_only else compare(self.model, self.args, samples, r)

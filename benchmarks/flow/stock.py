@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from scoring import compare
-from workload import Round, Turns, chosen_rounds, make_config, random_weights
+from workload import Round, Turns, chosen_rounds, make_config, random_weights, typical
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -72,10 +72,12 @@ class Stock:
             max_tokens=r.new_tokens, logprobs=0, ignore_eos=r.ignore_eos, detokenize=False, temperature=r.temperature,
             top_k=r.top_k or -1, top_p=r.top_p,
         )  # fmt: skip
+        taken = []
         for _ in range(r.repeats):
             begin = time.time()
             outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-            seconds = time.time() - begin
+            taken.append(time.time() - begin)
+        seconds = typical(taken)
         samples = []
         for prompt, output in zip(prompts, outputs, strict=True):
             ids = list(output.outputs[0].token_ids)
@@ -85,7 +87,8 @@ class Stock:
         tokens = sum(len(ids) for _, ids, _ in samples)
         row = {
             "shape": self.args.shape, "policy": f"stock vLLM {self.kind}", "round": r.name, "tokens": tokens,
-            "rollout_s": seconds, "rollout_tokens_per_s": tokens / seconds, "engine_start_s": self.start_s,
+            "rollout_s": seconds, "taken_s": taken, "rollout_tokens_per_s": tokens / seconds,
+            "engine_start_s": self.start_s,
             "scales": "fp32" if self.args.same_scales else "vLLM's default",
         }  # fmt: skip
         # vLLM reports log-probs of the plain distribution (logprobs_mode=raw_logprobs).

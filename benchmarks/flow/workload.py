@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ class Round:
     seed: int = 1
     even: bool = False
     repeats: int = 1
-    """Times the round is run; the last one counts, the others warm up."""
+    """Times the round is run. If several, the first one warms up; the rate is of the others' median."""
 
     def prompt_ids(self, vocab: int) -> list[list[int]]:
         """Token ids; lengths have quadratic spacing in shuffled order."""
@@ -86,9 +87,9 @@ ROUNDS = {
         Round("long-4k", 32, 200, new_tokens=3800, seed=4),
         Round("medium", 16, 400, n=4, new_tokens=1024, seed=6),
         Round("short", 32, 300, n=4, new_tokens=256, seed=5),
-        Round("rate-1", 1, 64, new_tokens=192, even=True, repeats=3),
-        Round("rate-64", 64, 64, new_tokens=192, even=True, repeats=3),
-        Round("rate-256", 256, 64, new_tokens=192, even=True, repeats=3),
+        Round("rate-1", 1, 64, new_tokens=192, even=True, repeats=5),
+        Round("rate-64", 64, 64, new_tokens=192, even=True, repeats=5),
+        Round("rate-256", 256, 64, new_tokens=192, even=True, repeats=5),
     )
 }
 
@@ -126,6 +127,12 @@ class Turns:
         with (directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+        time.sleep(0.5)  # whoever waits comes first, so that engines alternate
+
+
+def typical(seconds: list[float]) -> float:
+    """Median without the first, which warms up."""
+    return statistics.median(seconds[1:] or seconds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
