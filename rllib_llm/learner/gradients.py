@@ -23,7 +23,7 @@ class Gradients:
     def __init__(self, params: Sequence[torch.nn.Parameter]):
         self.params = list(params)
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
-        accumulate_in_place(p for p in self.params if p.dtype == torch.float32)
+        accumulate_in_place(p for p in self.params if p.requires_grad and p.dtype == torch.float32)
 
     def zero(self) -> None:
         self._sums = {}

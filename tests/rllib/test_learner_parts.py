@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from precision_kernels import LinearFormats, linear
+from precision_kernels.dispatch import observed
 from rllib_llm.algorithm.sharding import assign_minibatches, balance, make_shards
 from rllib_llm.episode import TextEpisode
 from rllib_llm.learner.batch import MicroBatch, Shard, cut_by_tokens
@@ -101,6 +103,26 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
         (param * 0.001).sum().backward()
         grads.accumulate()
     assert grads.take()[param].item() == pytest.approx(1.0, rel=1e-2)
+
+
+def test_micro_batches_add_fp8_weight_gradients_in_place() -> None:
+    """The second micro-batch adds to the first one's .grad through the GEMM; zero() starts anew; frozen ones stay."""
+    weight, frozen = torch.nn.Parameter(torch.randn(128, 128)), torch.nn.Parameter(torch.ones(2), False)
+    grads = Gradients([weight, frozen])
+    formats = LinearFormats("fp8", "fp8", "fp8", "fp8")
+    seen: list[tuple[object, ...]] = []
+    for _ in range(2):
+        grads.zero()
+        for seed in (1, 2):
+            x = torch.randn(5, 128, generator=torch.Generator().manual_seed(seed), dtype=torch.bfloat16)
+            with observed(lambda op, _, arguments, __: seen.append((op, *arguments[2:]))):
+                linear(x, weight, None, formats).sum().backward()
+            grads.accumulate()
+        targets = [rest[0] for op, *rest in seen if op == "wgrad_fp8_matmul"]
+        assert targets[-2] is None
+        assert targets[-1] is not None
+        assert targets[-1].data_ptr() == grads.take()[weight].data_ptr()
+    assert grads.take()[frozen].abs().sum() == 0
 
 
 def test_norm_is_not_finite_if_any_element_is_not() -> None:
