@@ -2,8 +2,8 @@
 
 * `reference/`  the definition of every operator, in plain torch, on any device; on CPU it is what runs.
 * `operators`   the differentiable operators that models call, dispatched on the device.
-* `linear`      the linear layer with its three GEMMs in the formats of a precision policy; `feed_forward` a block of
-                them.
+* `linear`      the linear layer with its three GEMMs in the formats of a precision policy; `feed_forward`, `heads`:
+                what stands between linears, as one function with them or with its neighbours.
 * `dispatch`    what is bound where, by name, version and source hash; no silent fallback.
 """
 
@@ -15,6 +15,7 @@ from precision_kernels.dispatch import (
     bound_implementations,
 )
 from precision_kernels.feed_forward import gated_feed_forward, gated_feed_forward_problems
+from precision_kernels.heads import rotary_of_projections
 from precision_kernels.linear import linear, linears, linears_of_codes
 from precision_kernels.operators import (
     add_rms_norm,
@@ -93,6 +94,7 @@ __all__ = [
     "rms_norm_quantise",
     "rotary",
     "rotary_cos_sin",
+    "rotary_of_projections",
     "rows_of_one",
     "silu_mul",
     "silu_mul_quantise",

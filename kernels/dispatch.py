@@ -55,6 +55,7 @@ OPERATORS: tuple[str, ...] = (
     "rotary_cos_sin",
     "rotary",
     "rotary_backward",
+    "rotary_backward_joint",
     "norm_rotary",
     "allocate_kv_cache",
     "attention",
@@ -234,10 +235,11 @@ def bind_reference(device_type: str) -> None:
 def bound_implementations(device_type: str) -> dict[str, str]:
     """``{operator: "name@version#sourcehash"}`` for everything bound on a device: goes into the attestation.
 
-    The entry "composition" names the code that puts operators together (`linear`, `feed_forward`, `operators`).
+    The entry "composition" names the code that puts operators together (`linear`, `feed_forward`, `heads`,
+    `operators`).
     """
     identities = {operator: chosen.identity for operator, chosen in _table(device_type).items()}
-    modules = ("linear", "feed_forward", "operators")
+    modules = ("linear", "feed_forward", "heads", "operators")
     composition = _modules_hash(*(f"precision_kernels.{module}" for module in modules))
     identities["composition"] = f"precision_kernels@{version('rllib-llm')}#{composition}"
     return dict(sorted(identities.items()))

@@ -44,7 +44,7 @@ from precision_kernels.reference.quantise import (
     quantise_columns,
     quantise_weight,
 )
-from precision_kernels.reference.rotary import rotary, rotary_backward, rotary_cos_sin
+from precision_kernels.reference.rotary import rotary, rotary_backward, rotary_backward_joint, rotary_cos_sin
 
 __all__ = [
     "BLOCK",
@@ -82,6 +82,7 @@ __all__ = [
     "rms_norm_quantise",
     "rotary",
     "rotary_backward",
+    "rotary_backward_joint",
     "rotary_cos_sin",
     "silu_mul",
     "silu_mul_backward",

@@ -106,3 +106,10 @@ def rotary_backward(
     """Gradients: the rotation by the opposite angle, same arithmetic."""
     cos, sin = _lookup(positions, cos_sin)
     return _rotate(dq, cos, -sin), _rotate(dk, cos, -sin)
+
+
+def rotary_backward_joint(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> torch.Tensor:
+    """`rotary_backward`, and dv [T, Hkv, D] as it is, beside each other: [T, (H + 2 Hkv) D]."""
+    return torch.cat((*rotary_backward(dq, dk, positions, cos_sin), dv), 1).flatten(1)

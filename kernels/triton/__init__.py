@@ -42,6 +42,7 @@ _FUNCTIONS = (
     activation_codes.silu_mul_backward_quantise_both,
     rotary.rotary,
     rotary.rotary_backward,
+    rotary.rotary_backward_joint,
     norm_rotary.norm_rotary,
     logprobs.token_logprobs,
     logprobs.token_logprobs_backward,

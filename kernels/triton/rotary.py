@@ -72,6 +72,61 @@ def _(q, k, positions, cos_sin, sign):
     )
 
 
+@triton.jit
+def _joint_kernel(
+    q, k, v, out, positions, table, T, H, HKV, D, HALF, q_t, q_h, k_t, k_h, v_t, v_h, SIGN: tl.constexpr,
+    TOKENS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    pairs = tl.arange(0, PAIRS)[None, :]
+    mask = (tokens < T)[:, None] & (pairs < HALF)
+    out_t = (H + 2 * HKV) * D
+    head = tl.program_id(1)
+    if head < H + HKV:
+        row = tl.load(positions + tokens, tokens < T, 0)[:, None] * (2 * HALF)
+        cos = widen(tl.load(table + row + pairs, mask, 0.0))
+        sin = widen(tl.load(table + row + HALF + pairs, mask, 0.0)) * SIGN
+        if head < H:
+            _rotate(q, out, tokens, head, cos, sin, mask, T, q_t, q_h, out_t, D, HALF, PAIRS, REST)
+        else:
+            behind = out + H * D
+            _rotate(k, behind, tokens, head - H, cos, sin, mask, T, k_t, k_h, out_t, D, HALF, PAIRS, REST)
+    else:
+        columns = tl.arange(0, WIDTH)[None, :]
+        inside = (tokens < T)[:, None] & (columns < D)
+        row = tl.load(v + tokens[:, None] * v_t + (head - H - HKV) * v_h + columns, inside)
+        tl.store(out + tokens[:, None] * out_t + head * D + columns, row, inside)
+
+
+@torch.library.custom_op("precision_kernels::rotary_joint", mutates_args=())
+def rotary_joint_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    sign: float,
+) -> torch.Tensor:
+    """As `rotary_op`, both results and v [T, Hkv, D] beside each other: [T, (H + 2 Hkv) D]."""
+    tokens, heads, d = q.shape
+    kv, half = k.shape[1], cos_sin.shape[-1] // 2
+    out = torch.empty(tokens, (heads + 2 * kv) * d, dtype=q.dtype, device=q.device)
+    if tokens:
+        _joint_kernel[(triton.cdiv(tokens, _TOKENS), heads + 2 * kv)](
+            q, k, v, out, positions, cos_sin, tokens, heads, kv, d, half, q.stride(0), q.stride(1), k.stride(0),
+            k.stride(1), v.stride(0), v.stride(1), SIGN=sign, TOKENS=_TOKENS, PAIRS=triton.next_power_of_2(half),
+            REST=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0, WIDTH=triton.next_power_of_2(d),
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+@rotary_joint_op.register_fake
+def _(q, k, v, positions, cos_sin, sign):
+    tokens, heads, d = q.shape
+    return torch.empty(tokens, (heads + 2 * k.shape[1]) * d, dtype=q.dtype, device=q.device)
+
+
 def _heads(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -97,4 +152,12 @@ def rotary_backward(
     return rotary_op(_heads(dq), _heads(dk), positions, cos_sin, -1.0)
 
 
-__all__ = ["rotary", "rotary_backward"]
+def rotary_backward_joint(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> torch.Tensor:
+    """``reference.rotary.rotary_backward_joint``: written once, where the joint q/k/v projection reads it."""
+    positions, cos_sin = _table(cos_sin, positions)
+    return rotary_joint_op(_heads(dq), _heads(dk), _heads(dv), positions, cos_sin, -1.0)
+
+
+__all__ = ["rotary", "rotary_backward", "rotary_backward_joint"]

@@ -16,6 +16,7 @@ from precision_kernels import (
     gated_feed_forward_problems,
     norm_rotary,
     rotary,
+    rotary_of_projections,
     silu_mul,
     silu_mul_quantise,
 )
@@ -66,11 +67,10 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x, remake)
         q = q.view(-1, self.heads, self.head_dim)
         k, v = k.view(-1, self.kv_heads, self.head_dim), v.view(-1, self.kv_heads, self.head_dim)
-        q, k = self._place(q, k, context)
         if v.requires_grad and not self.qk_norm:
-            v = (
-                v.contiguous()
-            )  # kept for the backward; as a slice it would keep q and k before the rotation with it
+            q, k, v = rotary_of_projections(q, k, v, context.positions, context.table)
+        else:
+            q, k = self._place(q, k, context)
         out = self.attend(q, k, v, context, cache)
         out = out.reshape(out.shape[0], -1)
         return self.o_proj(out, Remake.kept(out))  # the attention keeps its result

@@ -7,6 +7,7 @@ import torch
 
 import precision_kernels as pk
 from precision_kernels import LinearFormats, Quantised, reference
+from precision_kernels.linear import _beside
 from tests.edge_cases import assert_same_bits, normal
 
 FP8 = LinearFormats("fp8", "fp8", "fp8", "fp8")
@@ -159,3 +160,28 @@ def test_an_input_made_again_gives_the_gradients_of_a_saved_one(formats: LinearF
     if formats.wgrad == "fp8" == formats.saved:
         assert [t.data_ptr() for t in kept[1]] == [source.data_ptr(), weight.data_ptr()]
         assert kept[0][0].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_rotated_heads_are_one_matrix(device: str) -> None:
+    """q, k, v of one product: outputs and gradients are those of `rotary` and a copy, and dy is read where it lies."""
+    heads, kv, dim = 4, 2, 64
+    sizes = (heads * dim, kv * dim, kv * dim)
+    positions = torch.arange(40, device=device) * 7 % 50
+    table = pk.rotary_cos_sin(1e4 ** (-torch.arange(0, dim, 2) / dim), 64, torch.bfloat16).to(device)
+    whole = normal(40, sum(sizes), 3).bfloat16().to(device).requires_grad_()
+    dys = [normal(40, n, 10 + i).bfloat16().to(device).view(40, -1, dim) for i, n in enumerate(sizes)]
+    results = []
+    for together in (True, False):
+        q, k, v = (t.view(40, -1, dim) for t in whole.split(sizes, 1))
+        if together:
+            outputs = pk.rotary_of_projections(q, k, v, positions, table)
+            grads = torch.autograd.grad(outputs, (q, k, v), dys, retain_graph=True)
+            assert _beside([g.flatten(1) for g in grads], sizes).data_ptr() == grads[0].data_ptr()
+        else:
+            outputs = (*pk.rotary(q, k, positions, table), v.contiguous())
+        results.append((*outputs, *torch.autograd.grad(outputs, whole, dys)))
+    assert results[0][2].is_contiguous()
+    assert results[0][2].data_ptr() != whole.data_ptr() + 2 * (sizes[0] + sizes[1])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)

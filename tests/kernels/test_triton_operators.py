@@ -264,6 +264,9 @@ def test_rotary(head_dim, rotated):
         for name in ("rotary", "rotary_backward"):
             check("rotary", name, q, k, positions, table, what=f"{head_dim} {dtype}")
             check("rotary", name, q[:, 1:], k[:, :1], positions, table, what="slices")
+        check(
+            "rotary", "rotary_backward_joint", q, k, k.flip(0), positions, table, what=f"{head_dim} {dtype}"
+        )
 
 
 @pytest.mark.parametrize("vocabulary", [1, 100, 4096, 9001, *([151_936] if GPU else [])])
