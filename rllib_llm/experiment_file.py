@@ -17,6 +17,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+import yaml  # PyYAML is what OmegaConf reads with; needed for its errors
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -109,8 +110,6 @@ def _find(source: str | Path) -> Path:
 
 
 def _read(text: str, source: str) -> dict[str, Any]:
-    import yaml
-
     try:
         loaded = OmegaConf.create(text)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -128,10 +127,18 @@ def _dotlist(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     good, problems = [], []
     for text in overrides:
         key, equals, _ = text.partition("=")
-        if equals and key.strip() and not key.startswith("-"):
-            good.append(f"{_SHORTHANDS.get(key, key)}={text.partition('=')[2]}")
-        else:
+        if not equals or not key.strip() or key.startswith("-"):
             problems.append(f"{text!r} is not an override; write key.path=value, for example train.lr=2e-4.")
+            continue
+        override = f"{_SHORTHANDS.get(key, key)}={text.partition('=')[2]}"
+        try:
+            OmegaConf.from_dotlist([override])
+            good.append(override)
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+            reason = " ".join(str(error).split())
+            problems.append(
+                f"{text!r}: the value is not YAML ({reason}); in a shell, quote it: 'key={{a: 1}}'."
+            )
     changes = OmegaConf.to_container(OmegaConf.from_dotlist(good), resolve=False)
     return typing.cast(dict[str, Any], changes), problems
 
@@ -157,20 +164,24 @@ def _sections(cls: type = Experiment) -> dict[str, Any]:
 
 def _wrong_values(experiment: Experiment, bad: set[str]) -> list[str]:
     """Problems of an experiment in which the keys `bad` have their defaults, without those that speak of them."""
+    from rllib_llm.experiment_rules import unusable_parts
+
+    found: list[str] = []
     try:
         experiment.to_grpo_config()
     except ExperimentError as error:
-        sections = {key.partition(".")[0] for key in bad}
-        # a key in full, or its last part alone: `path` of one section says nothing of `path` of another
-        named = [rf"(?<![\w.])(?:{re.escape(key)}|{re.escape(key.rpartition('.')[2])})(?!\w)" for key in bad]
-        return [
-            text
-            for text in error.problems
-            if text.partition(":")[0] not in sections and not any(re.search(name, text) for name in named)
-        ]
+        found += error.problems
     except Exception:  # of an environment's own code, say: the problems found before must reach the reader
-        return []
-    return []
+        pass
+    found += map(str, unusable_parts(experiment))
+    sections = {key.partition(".")[0] for key in bad}
+    # a key in full, or its last part alone: `path` of one section says nothing of `path` of another
+    named = [rf"(?<![\w.])(?:{re.escape(key)}|{re.escape(key.rpartition('.')[2])})(?!\w)" for key in bad]
+    return [
+        text
+        for text in found
+        if text.partition(":")[0] not in sections and not any(re.search(name, text) for name in named)
+    ]
 
 
 def _build(cls: type, data: Mapping[str, Any], prefix: str, problems: list[str], bad: set[str]) -> Any:

@@ -6,9 +6,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rllib_llm.algorithm.config import GRPOConfig
     from rllib_llm.experiment import Experiment
 
-__all__ = ["experiment_violations", "in_words_of_the_file"]
+__all__ = ["experiment_violations", "in_words_of_the_file", "unusable_parts", "usable_configs"]
 
 # key -> smallest allowed value; null passes where the type allows it.
 _SMALLEST: dict[str, float] = {
@@ -84,3 +87,48 @@ def in_words_of_the_file(problem: str) -> str:
     if equals and name in _RLLIB:
         problem = f"{_RLLIB[name]} = {rest}"
     return _ATTRIBUTE.sub(lambda match: f"{_SECTIONS[match[1]]}.", problem)
+
+
+def usable_configs(experiment: Experiment, make: Callable[[], Sequence[GRPOConfig]]) -> Sequence[GRPOConfig]:
+    """What `make` returns, if this machine can train it: engine, environment, model and tracking store are there.
+
+    Raises the error of whichever of them is not, of `make` too; an ExperimentError with all problems where there are
+    several errors.
+    """
+    from rllib_llm.experiment import ExperimentError
+
+    configs: Sequence[GRPOConfig] = ()
+    found: list[Exception] = []
+    try:
+        configs = make()
+    except ExperimentError as error:
+        found.append(error)
+    found += unusable_parts(experiment, configs)
+    if not found:
+        return configs
+    if len(found) == 1:
+        raise found[0]
+    problems = [text for error in found for text in getattr(error, "problems", (str(error),))]
+    raise ExperimentError(f"experiment {experiment.name!r}", problems) from found[0]
+
+
+def unusable_parts(experiment: Experiment, configs: Sequence[GRPOConfig] = ()) -> list[Exception]:
+    """One error per part of `experiment` that cannot be used on this machine, of equal ones one.
+
+    configs: valid ones of this experiment; without one, environment and model are not looked at.
+    """
+    from rllib_llm.algorithm.preflight import preflight_errors
+    from rllib_llm.engines.base import EngineUnavailableError
+    from rllib_llm.engines.factory import ENGINES, missing_engine
+    from rllib_llm.tracking.store import TrackingUnavailableError, store_address
+
+    found = [error for config in configs for error in preflight_errors(config)]
+    engine = experiment.rollout.engine
+    if not configs and engine in ENGINES and (missing := missing_engine(engine)):
+        found.append(EngineUnavailableError(missing))
+    if experiment.tracking.enabled:
+        try:
+            store_address(experiment.tracking.uri)
+        except TrackingUnavailableError as error:
+            found.append(error)
+    return list({str(error): error for error in found}.values())

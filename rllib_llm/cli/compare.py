@@ -219,11 +219,12 @@ def read_plan(directory: Path, concurrent: int | None) -> Plan:
 def _run(plan: Plan, options: Options, *, resumed: Path | None = None, out: str | None = None) -> int:
     """Train and report in the directory `resumed`, else in a new one, made when nothing can refuse any more."""
     from rllib_llm.cli.cluster import running_ray
-    from rllib_llm.cli.compare_run import require_usable, run_comparison
+    from rllib_llm.cli.compare_run import run_comparison
     from rllib_llm.directories import only_here
+    from rllib_llm.experiment_rules import usable_configs
 
     started = time.monotonic()
-    config = require_usable(plan)
+    config = usable_configs(plan.experiment, plan.configs)[0]
     _refuse_full(out)
     with ExitStack() as held:
         if resumed is not None:

@@ -54,23 +54,6 @@ class ComparisonOutcome:
             self.problems.append(str(found))
 
 
-def require_usable(plan: Plan) -> GRPOConfig:
-    """The config of the plan's first cell.
-
-    Raises what `launch.launch` raises for configs, engines, models and tracking stores that cannot be used.
-    """
-    from rllib_llm.algorithm.preflight import preflight
-
-    configs = plan.configs()
-    for config in configs:
-        preflight(config)
-    if plan.experiment.tracking.enabled:
-        from rllib_llm.tracking.store import store_address
-
-        store_address(plan.experiment.tracking.uri)
-    return configs[0]
-
-
 def run_comparison(
     plan: Plan, config: GRPOConfig, directory: Path, baseline: str | None, *, resume: bool
 ) -> ComparisonOutcome:

@@ -23,6 +23,7 @@ from rllib_llm.directories import (
     only_here,
 )
 from rllib_llm.experiment import Experiment
+from rllib_llm.experiment_rules import usable_configs
 from rllib_llm.files import write_whole
 from rllib_llm.history import HistoryCallback, read_history
 
@@ -56,15 +57,8 @@ def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Pa
     TrackingUnavailableError for an environment, engine, model or tracking store that cannot be used. Nothing was
     trained then: no directory was made, and one to resume is as it was.
     """
-    from rllib_llm.algorithm.preflight import preflight
-
     experiment = experiment.pinned()
-    config = experiment.to_grpo_config()
-    preflight(config)
-    if experiment.tracking.enabled:
-        from rllib_llm.tracking.store import store_address
-
-        store_address(experiment.tracking.uri)
+    [config] = usable_configs(experiment, lambda: [experiment.to_grpo_config()])
     policy = config.settings().policy
     with ExitStack() as held:
         if directory is not None:

@@ -131,6 +131,16 @@ def test_types_and_values_are_reported_in_one_round(config_file):
     ]
 
 
+def test_a_value_that_is_no_yaml_is_one_problem_of_many(config_file):
+    """What a shell makes of an unquoted `{a: 1}` is named with the override, beside everything else."""
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment(config_file, ["run.stop={a:", "1}", "train.lr=fast", "env.config.task=x"])
+    first, second, third, *_ = caught.value.problems
+    assert first.startswith("'run.stop={a:': the value is not YAML")
+    assert second.startswith("'1}' is not an override")
+    assert third == "train.lr = 'fast' must be float."
+
+
 def test_nan_is_no_value(config_file):
     """NaN passes every comparison that would refuse it, so it is refused as ill-typed."""
     with pytest.raises(ExperimentError, match=r"train\.lr = nan is no number; it must be float"):

@@ -212,6 +212,25 @@ def test_ctrl_c_while_ray_starts_leaves_nothing(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "command", [["train", "quickstart"], ["compare", "quickstart", "--policies", "bf16,fp16"]]
+)
+@pytest.mark.parametrize("wrong", [[], ["train.lr=-1"], ["train.lr=fast"]])
+def test_what_is_not_there_is_listed_with_what_is_wrong(command, wrong, capsys, tmp_path, monkeypatch):
+    """A tracking store and an engine that this machine lacks stand in one list, with values and types of settings."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
+    assert main([*command, *wrong, "tracking.uri=htp://host", "rollout.engine=vllm"]) == 2
+    said = capsys.readouterr().err
+    assert f": {2 + len(wrong)} problems\n" in said
+    for words in (
+        "the package vllm is not installed",
+        "tracking.uri = 'htp://host'",
+        *["train.lr"] * len(wrong),
+    ):
+        assert said.count(words) == 1
+
+
+@pytest.mark.parametrize(
     "command", [["train", "quickstart"], ["compare", "quickstart", "--policies", "bf16"]]
 )
 @pytest.mark.parametrize(
