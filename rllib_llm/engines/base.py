@@ -6,16 +6,15 @@ passes through an engine: the caller tokenises once and trains on the very ids t
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from precision_policies import Attestation, PrecisionPolicy
+from precision_policies import Attestation
 from rllib_llm.memory import peak_memory
 
 if TYPE_CHECKING:
@@ -191,6 +190,20 @@ class RolloutEngine(ABC):
         Ids that are not pending, because their completions were collected, are passed over.
         """
 
+    @abstractmethod
+    def pause(self) -> None:
+        """Stop sampling until `resume`; pending requests keep the tokens, keys and values that they have. Idempotent.
+
+        A request that was paused ends with the tokens and log-prob bits that it would have had anyway. Meanwhile
+        `collect` returns what had ended and does not wait, `submit` only queues, `abort` works, `generate` is refused.
+        No request outlives an update: `update_weights` refuses while some are pending, and names them. Abort them, and
+        submit their prompts anew: every token of a completion is of one version.
+        """
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Undo `pause`. Idempotent."""
+
     @property
     @abstractmethod
     def pending(self) -> int:
@@ -250,79 +263,3 @@ class RolloutEngine(ABC):
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> None:
-    """Refuse prompts that leave no room for one new token, are empty, or hold ids outside the vocabulary.
-
-    Raises:
-        PromptError: lists every such prompt.
-    """
-    problems = []
-    for index, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            problems.append(f"prompt {index} is empty")
-        elif len(prompt) >= max_model_len:
-            problems.append(
-                f"prompt {index} has {len(prompt)} tokens, the context holds {max_model_len} and one must "
-                f"be left to "
-                "sample: shorten it or raise max_model_len"
-            )
-        elif not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            problems.append(
-                f"prompt {index} holds ids in [{min(prompt)}, {max(prompt)}], the vocabulary is [0, "
-                f"{vocab_size})"
-            )
-    if problems:
-        raise PromptError("prompts refused:\n" + "\n".join(f"  - {p}" for p in problems))
-
-
-def check_sampling_policy(policy: PrecisionPolicy, params: SamplingParams) -> None:
-    """Refuse sampling that the policy excludes (`logprobs.temperature`, `logprobs.truncation`).
-
-    Greedy decoding is never training data and passes.
-
-    Raises:
-        SamplingParamsError: lists each parameter with the policy's key.
-    """
-    if params.temperature == 0:
-        return
-    problems = []
-    if policy.logprobs.temperature == "refuse" and params.temperature != 1.0:
-        problems.append(
-            f"temperature={params.temperature}: the policy says logprobs.temperature: refuse, use 1.0"
-        )
-    if policy.logprobs.truncation == "refuse" and (params.top_k or params.top_p < 1.0):
-        problems.append(
-            f"top_k={params.top_k}, top_p={params.top_p}: the policy says logprobs.truncation: refuse, use 0 and 1.0"
-        )
-    if problems:
-        lines = "\n".join(f"  - {p}" for p in problems)
-        raise SamplingParamsError(f"policy {policy.name!r} refuses these sampling parameters:\n{lines}")
-
-
-def require_idle(pending: int) -> None:
-    """EngineError if requests are pending."""
-    if pending:
-        raise EngineError(
-            f"{pending} submitted request(s) are pending: collect or abort them first; the tokens of a completion are "
-            "all of one weights version"
-        )
-
-
-def pending_of(pending: Mapping[int, Any], requests: Sequence[int] | None) -> list[int]:
-    """The requests that `abort` ends: those asked for (None: all) that are pending, each once."""
-    return list(pending) if requests is None else [r for r in dict.fromkeys(requests) if r in pending]
-
-
-def check_same_law(pending: SamplingParams, params: SamplingParams) -> None:
-    """Refuse to mix sampling parameters among pending requests.
-
-    Raises:
-        SamplingParamsError: they differ in more than the seed.
-    """
-    if dataclasses.replace(pending, seed=None) != dataclasses.replace(params, seed=None):
-        raise SamplingParamsError(
-            f"requests with {pending} are pending, and {params} were asked for: an engine samples with one law at a "
-            "time; collect or abort the pending requests first"
-        )

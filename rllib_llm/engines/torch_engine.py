@@ -22,11 +22,15 @@ from rllib_llm.engines.base import (
     EngineError,
     RolloutEngine,
     SamplingParams,
+)
+from rllib_llm.engines.checks import (
     check_prompts,
     check_same_law,
     check_sampling_policy,
+    context_length,
     pending_of,
     require_idle,
+    require_not_paused,
 )
 from rllib_llm.engines.generation import Generation, Limits
 from rllib_llm.engines.sampler import sequence_seeds
@@ -82,30 +86,30 @@ class TorchEngine(RolloutEngine):
         )
         self.policy: PrecisionPolicy = load_policy(policy)
         self.device = torch.device(device)
-        self._path, config = model_config(model)
-        self._version = NO_WEIGHTS
-        if self._path is not None and load_weights:
-            loaded = load_pretrained(
-                self._path, self.policy, "rollout", allow_other_policy=allow_other_policy
-            )
-            self._model: CausalLM | None = loaded.to(self.device)
-            self._version = CHECKPOINT_VERSION
-        else:
-            self._model = build_model(config, self.policy, "rollout").to(self.device)
-        self._config = config
+        self._path, self._config = model_config(model)
+        self._model: CausalLM | None = self._first_model(load_weights, allow_other_policy)
         self._tokenizer = tokenizer
-        self._eos = eos_token_ids(config, self._path) if eos_token_id is None else _as_ids(eos_token_id)
-        self.max_model_len = _context_length(max_model_len, self._model.architecture.max_positions)
+        self._eos = eos_token_ids(self._config, self._path) if eos_token_id is None else _as_ids(eos_token_id)
+        self.max_model_len = context_length(max_model_len, self.model.architecture.max_positions)
         self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self.kv_cache_bytes = kv_cache_bytes
         self._cache: DecoderCache | None = None
         self._asleep = False
+        self._paused = False
         self._closed = False
         self._place = place_of(self.device)
         self._groups = Groups()
         self._running: Generation | None = None
         self._requests: dict[int, int] = {}  # id -> number in `_running`
         self._next_id = 0
+
+    def _first_model(self, load_weights: bool, allow_other_policy: bool) -> CausalLM:
+        self._version = NO_WEIGHTS
+        if self._path is None or not load_weights:
+            return build_model(self._config, self.policy, "rollout").to(self.device)
+        loaded = load_pretrained(self._path, self.policy, "rollout", allow_other_policy=allow_other_policy)
+        self._version = CHECKPOINT_VERSION
+        return loaded.to(self.device)
 
     @property
     def weights_version(self) -> int:
@@ -124,6 +128,7 @@ class TorchEngine(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
         self._require_ready()
+        require_not_paused(self._paused)
         self._require_idle()
         self._check_request(prompts, params)
         if not prompts:
@@ -158,7 +163,7 @@ class TorchEngine(RolloutEngine):
         finished: dict[int, list[Completion]] = {}
         try:
             with torch.no_grad():
-                while self._running is not None and not finished:
+                while self._running is not None and not finished and not self._paused:
                     self._running.step()
                     finished = self._running.take_finished()
                     if time.monotonic() > deadline:
@@ -179,6 +184,14 @@ class TorchEngine(RolloutEngine):
             self._running.drop(self._requests[request])
         self._forget_requests(ended)
         return ended
+
+    def pause(self) -> None:
+        self._require_open()
+        self._paused = True
+
+    def resume(self) -> None:
+        self._require_open()
+        self._paused = False
 
     @property
     def pending(self) -> int:
@@ -303,7 +316,7 @@ class TorchEngine(RolloutEngine):
         self._drop_requests()
 
     def _require_idle(self) -> None:
-        require_idle(self.pending)
+        require_idle(self._requests)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -324,14 +337,6 @@ class TorchEngine(RolloutEngine):
 
 def _as_ids(value: int | Sequence[int]) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _context_length(asked: int | None, supported: int) -> int:
-    if asked is not None and not 2 <= asked <= supported:
-        raise ValueError(
-            f"max_model_len={asked}: the model supports 2 to {supported} (max_position_embeddings)"
-        )
-    return supported if asked is None else asked
 
 
 def _check_options(**values: int) -> None:

@@ -92,3 +92,36 @@ def check_refusals(engine: Any, update: Any) -> None:
     assert engine.abort([request]) == [request]
     engine.update_weights(update)
     assert engine.weights_version == update.version
+
+
+def check_pause(engine: Any, update: Any) -> None:
+    """Paused and resumed requests end with the bits of an undisturbed call; none outlives an update."""
+    expected = engine.generate(PROMPTS, PARAMS, SEEDS)
+    engine.pause()
+    with pytest.raises(EngineError, match=r"call resume\(\) first"):
+        engine.generate(PROMPTS, PARAMS, SEEDS)
+    ids = engine.submit(PROMPTS, PARAMS, SEEDS)
+    started = time.monotonic()
+    assert engine.collect(5.0) == {}
+    assert time.monotonic() - started < 4, "a paused engine is not waited for"
+    done: dict[int, Any] = {}
+    while engine.pending:
+        engine.resume()
+        done |= engine.collect(0.01)
+        engine.pause()
+        done |= engine.collect(0.0)
+    engine.resume()
+    assert all(same(done[request], row) for request, row in zip(ids, expected, strict=True))
+
+    ids = engine.submit(PROMPTS, PARAMS, SEEDS)
+    engine.pause()
+    version = engine.weights_version
+    named = ", ".join(map(str, ids))
+    with pytest.raises(EngineError, match=rf"5 submitted .* are pending \({named}\): collect or abort"):
+        engine.update_weights(update)
+    assert engine.weights_version == version
+    assert engine.abort() == ids
+    engine.update_weights(update)
+    engine.resume()
+    [request] = engine.submit(PROMPTS[:1], PARAMS, SEEDS[:1])
+    assert {c.weights_version for c in collect_all(engine)[request]} == {update.version}

@@ -42,6 +42,11 @@ def test_what_would_mix_versions_or_laws_is_refused(engine: Any, learner: Any) -
     async_cases.check_refusals(engine, export_weights(learner, 2))
 
 
+def test_a_pause_changes_no_bit_and_no_request_outlives_an_update(engine: Any, learner: Any) -> None:
+    """Paused again and again, requests end as they would have; an update names those that it would have mixed."""
+    async_cases.check_pause(engine, export_weights(learner, 2))
+
+
 def test_collect_keeps_to_its_timeout_and_gives_partial_progress(engine: Any) -> None:
     """A call of no time makes one step; progress is kept until the request is complete."""
     [request] = engine.submit([[5]], async_cases.PARAMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import time
 from typing import Any
@@ -32,6 +33,37 @@ def test_what_would_mix_versions_or_laws_is_refused(qwen3: tuple[Any, Any]) -> N
     """Nothing changes under a pending request."""
     model, engine = qwen3
     async_cases.check_refusals(engine, export_weights(model, 61))
+
+
+def test_a_pause_changes_no_bit_and_no_request_outlives_an_update(qwen3: tuple[Any, Any]) -> None:
+    """Paused again and again, requests end as they would have; an update names those that it would have mixed."""
+    model, engine = qwen3
+    async_cases.check_pause(engine, export_weights(model, 62))
+
+
+def test_a_paused_engine_takes_no_step(qwen3: tuple[Any, Any]) -> None:
+    """While paused, what the scheduler holds does not move, and its keys stay where they are."""
+    _, engine = qwen3
+
+    def state(worker: Any) -> Any:
+        scheduler = worker.llm.llm_engine.engine_core.engine_core.scheduler
+        return [
+            (r.request_id, r.num_output_tokens, scheduler.kv_cache_manager.get_block_ids(r.request_id))
+            for r in scheduler.running
+        ]
+
+    engine.submit([[5, 6]] * 8, dataclasses.replace(async_cases.PARAMS, max_tokens=400))
+    while not engine._actor.inspect(state):
+        time.sleep(0.01)
+    engine.pause()
+    held = engine._actor.inspect(state)
+    time.sleep(0.5)
+    assert engine._actor.inspect(state) == held
+    assert len(held) == 16
+    engine.resume()
+    time.sleep(0.2)
+    assert engine._actor.inspect(state) != held
+    engine.abort()
 
 
 def test_vllm_samples_while_nobody_waits(qwen3: tuple[Any, Any]) -> None:

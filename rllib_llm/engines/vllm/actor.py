@@ -26,6 +26,7 @@ _PROCESS_ENVIRONMENT = {
     "VLLM_DEEP_GEMM_WARMUP": "skip",  # its own layers are not used; minutes of JIT otherwise
     "HF_HUB_OFFLINE": "1",
 }
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class VLLMActor:
@@ -114,3 +115,8 @@ def config_directory(path: Path | None, config: Any) -> Any:
             ):
                 shutil.copyfile(file, Path(directory.name) / file.name)
     return directory
+
+
+def has_tokenizer(path: Path | None) -> bool:
+    """Whether a model directory has the files of a tokenizer that vLLM reads."""
+    return path is not None and any((path / name).is_file() for name in _TOKENIZER_FILES)

@@ -27,14 +27,27 @@ class Background:
         self._running: set[str] = set()
         self._finished: dict[str, Any] = {}
         self._failure: BaseException | None = None
+        self._paused = False
         self._lost: set[str] = set()  # what `_failure` ended, as long as nobody was told
         self._thread: threading.Thread | None = None
 
     @property
-    def pending(self) -> int:
+    def pending(self) -> list[str]:
         """Requests that are not finished, or finished and not collected."""
         with self._changed:
-            return len(self._running) + len(self._finished)
+            return sorted({*self._running, *self._finished})
+
+    def pause(self) -> None:
+        """Take no further step until `resume`; returns between two steps."""
+        with self._changed:
+            self._paused = True
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Step again."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
 
     def submit(self, requests: Sequence[tuple[str, Any, Any]]) -> None:
         """Begin requests (id, prompt, `vllm.SamplingParams` whose outputs come once, at the end).
@@ -53,14 +66,14 @@ class Background:
             self._changed.notify_all()
 
     def collect(self, timeout_s: float) -> dict[str, Any]:
-        """Requests that have finished since the last call; waits for one, at most `timeout_s` seconds.
+        """Requests that have finished since the last call; waits for one, at most `timeout_s` seconds, unless paused.
 
         Raises:
             EngineError: a step or a conversion failed; all requests are lost.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._running and not self._finished and self._failure is None:
+            while self._running and not (self._finished or self._failure or self._paused):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
@@ -92,7 +105,7 @@ class Background:
         try:
             while True:
                 with self._changed:
-                    while not self._running:
+                    while self._paused or not self._running:
                         if not self._changed.wait(60.0) and not self._running:
                             return  # `submit` starts another thread
                     self._step()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from precision_policies import Attestation, PrecisionPolicy, load_policy
@@ -18,16 +17,19 @@ from rllib_llm.engines.base import (
     EngineError,
     RolloutEngine,
     SamplingParams,
-    SamplingParamsError,
+)
+from rllib_llm.engines.checks import (
     check_prompts,
     check_same_law,
     check_sampling_policy,
+    context_length,
     pending_of,
     require_idle,
+    require_not_paused,
 )
-from rllib_llm.engines.sampler import sequence_seeds
 from rllib_llm.engines.vllm import compat
-from rllib_llm.engines.vllm.actor import VLLMActor, config_directory
+from rllib_llm.engines.vllm.actor import VLLMActor, config_directory, has_tokenizer
+from rllib_llm.engines.vllm.requests import Pending, check_params, request_seeds
 from rllib_llm.engines.vllm.worker import WorkerOptions
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.checkpoint import model_config
@@ -40,7 +42,6 @@ from rllib_llm.sync.verify import WeightReceipt
 
 CHUNK_BYTES = 256 << 20
 """Weights that travel through Ray's object store do so in chunks of about this size."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class VLLMEngine(RolloutEngine):
@@ -99,16 +100,9 @@ class VLLMEngine(RolloutEngine):
         if self._path is not None and load_weights:
             refuse_other_policy(self._path, self.policy, allow_other_policy)
         architecture = Architecture.from_config(config)
-        if max_model_len is not None and not 2 <= max_model_len <= architecture.max_positions:
-            raise ValueError(
-                f"max_model_len={max_model_len}: the model supports 2 to {architecture.max_positions}"
-            )
-        self.max_model_len = max_model_len or architecture.max_positions
+        self.max_model_len = context_length(max_model_len, architecture.max_positions)
         self.vocab = architecture.vocab
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._has_tokenizer = self._path is not None and any(
-            (self._path / f).is_file() for f in _TOKENIZER_FILES
-        )
         self._options = WorkerOptions(
             device=self.device,
             max_model_len=self.max_model_len,
@@ -119,29 +113,26 @@ class VLLMEngine(RolloutEngine):
             enable_prefix_caching=enable_prefix_caching,
             cuda_graphs=cuda_graphs,
             sleep_mode=sleep_mode,
-            has_tokenizer=self._has_tokenizer,
+            has_tokenizer=has_tokenizer(self._path),
             seed=seed,
             extra=dict(vllm_options or {}),
         )
         self._call_timeout_s = call_timeout_s
         self._version = NO_WEIGHTS
         self._asleep = False
-        self._requests: dict[int, list[Completion | None]] = {}
-        self._next_id = 0
+        self._paused = False
+        self._requests = Pending()
         self._law = SamplingParams()
         self._directory = config_directory(self._path, config)
-        self._actor = VLLMActor(
-            self._directory.name,
-            self.policy,
-            self._options,
-            num_gpus=num_gpus,
-            num_cpus=num_cpus,
-            call_timeout_s=call_timeout_s,
-        )
-        self._place: Place = self._call("ready", timeout_s=start_timeout_s)["place"]
+        resources = {"num_gpus": num_gpus, "num_cpus": num_cpus, "call_timeout_s": call_timeout_s}
+        self._actor = VLLMActor(self._directory.name, self.policy, self._options, **resources)
+        self._start(start_timeout_s, load_weights)
+
+    def _start(self, timeout_s: float, load_weights: bool) -> None:
+        self._place: Place = self._call("ready", timeout_s=timeout_s)["place"]
         if load_weights and self._path is not None:
-            # its policy was compared above, where the permission to change it is known
-            self._call("load_checkpoint", str(self._path), True, timeout_s=start_timeout_s)
+            # its policy was compared in __init__, where the permission to change it is known
+            self._call("load_checkpoint", str(self._path), True, timeout_s=timeout_s)
             self._version = CHECKPOINT_VERSION
 
     @property
@@ -152,12 +143,12 @@ class VLLMEngine(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
         self._check_request(prompts, params)
-        require_idle(self.pending)
+        require_not_paused(self._paused)
+        require_idle(self._requests.rows)
         if not prompts:
             return []
-        request_seeds = _request_seeds(len(prompts), params, seeds)
         plain = [[int(t) for t in p] for p in prompts]
-        answers = self._call("generate", plain, params, request_seeds)
+        answers = self._call("generate", plain, params, request_seeds(len(prompts), params, seeds))
         return [
             [Completion(ids, logp, reason, self._version) for ids, logp, reason in row] for row in answers
         ]
@@ -168,19 +159,11 @@ class VLLMEngine(RolloutEngine):
         self._check_request(prompts, params)
         if self._requests:
             check_same_law(self._law, params)
+        rows = request_seeds(len(prompts), params, seeds)
         self._law = params
-        ids = list(range(self._next_id, self._next_id + len(prompts)))
-        self._next_id += len(ids)
-        plain, names, flat_seeds = [], [], []
-        for request, prompt, row in zip(
-            ids, prompts, _request_seeds(len(prompts), params, seeds), strict=True
-        ):
-            self._requests[request] = [None] * params.n
-            names += [_child_name(request, child) for child in range(params.n)]
-            plain += [[int(t) for t in prompt]] * params.n
-            flat_seeds += row
+        ids, batch = self._requests.add(prompts, params.n, rows)
         try:
-            self._call("submit", names, plain, params, flat_seeds)
+            self._call("submit", batch.names, batch.prompts, params, batch.seeds)
         except Exception:
             if self._actor.alive:
                 self.abort()
@@ -198,25 +181,27 @@ class VLLMEngine(RolloutEngine):
             except EngineError:
                 self._requests.clear()
                 raise
-            for name, (ids, logprobs, reason) in finished.items():
-                request, child = map(int, name.split("/"))
-                self._requests[request][child] = Completion(ids, logprobs, reason, self._version)
-            for request, row in list(self._requests.items()):
-                complete = [c for c in row if c is not None]
-                if len(complete) == len(row):
-                    done[request] = complete
-                    del self._requests[request]
-            if time.monotonic() >= deadline:
+            done = self._requests.take(finished, self._version)
+            if self._paused or time.monotonic() >= deadline:
                 break
         return done
 
     def abort(self, requests: Sequence[int] | None = None) -> list[int]:
         self._require_open()
-        ended = pending_of(self._requests, requests)
-        self._call("abort", [_child_name(r, c) for r in ended for c in range(len(self._requests[r]))])
-        for request in ended:
-            del self._requests[request]
+        ended = pending_of(self._requests.rows, requests)
+        self._call("abort", [name for request in ended for name in self._requests.names(request)])
+        self._requests.forget(ended)
         return ended
+
+    def pause(self) -> None:
+        self._require_open()
+        self._call("pause")
+        self._paused = True
+
+    def resume(self) -> None:
+        self._require_open()
+        self._call("resume")
+        self._paused = False
 
     @property
     def pending(self) -> int:
@@ -237,23 +222,7 @@ class VLLMEngine(RolloutEngine):
             )
         check_sampling_policy(self.policy, params)
         check_prompts(prompts, self.vocab, self.max_model_len)
-        self._check_params(params)
-
-    def _check_params(self, params: SamplingParams) -> None:
-        problems = []
-        if params.min_tokens:
-            problems.append(
-                f"min_tokens={params.min_tokens}: vLLM masks stop ids after normalising log-probs, they would not be "
-                "those of the distribution sampled from; use 0, or engine='torch'"
-            )
-        if params.stop and not self._has_tokenizer:
-            problems.append(
-                f"stop={params.stop}: needs a model directory with a tokenizer; use stop_token_ids"
-            )
-        if problems:
-            raise SamplingParamsError(
-                "sampling parameters refused:\n" + "\n".join(f"  - {p}" for p in problems)
-            )
+        check_params(params, self._options.has_tokenizer)
 
     @property
     def place(self) -> Place:
@@ -261,7 +230,7 @@ class VLLMEngine(RolloutEngine):
 
     def update_weights(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
         self._require_awake()
-        require_idle(self.pending)
+        require_idle(self._requests.rows)
         try:
             receipt = self._send(update)
         except EngineError as error:  # it broke off after a part was applied, or vLLM is gone
@@ -305,7 +274,7 @@ class VLLMEngine(RolloutEngine):
             raise EngineError(
                 "sleep needs a GPU and the option sleep_mode=True; vLLM on CPU cannot give memory back"
             )
-        require_idle(self.pending)
+        require_idle(self._requests.rows)
         self._call("sleep", level)
         self._asleep = True
         if level == 2:
@@ -331,19 +300,3 @@ class VLLMEngine(RolloutEngine):
         self._require_open()
         if self._asleep:
             raise EngineError("the engine sleeps: call wake() first")
-
-
-def _child_name(request: int, child: int) -> str:
-    return f"{request}/{child}"
-
-
-def _request_seeds(count: int, params: SamplingParams, seeds: Sequence[int] | None) -> list[list[int]]:
-    """``[p][i]``: seed of completion i of prompt p."""
-    rows = sequence_seeds(count, params.seed, seeds)
-    return [[_request_seed(seed, child) for child in range(params.n)] for seed in rows]
-
-
-def _request_seed(seed: Sequence[int], child: int) -> int:
-    """A 63-bit seed for completion `child`, from numpy's SeedSequence: neighbouring seeds do not overlap."""
-    low, high = np.random.SeedSequence([*seed, child]).generate_state(2, np.uint32)
-    return int(low) | (int(high) >> 1) << 32

@@ -24,10 +24,11 @@ from rllib_llm.engines.base import (
     NO_WEIGHTS,
     EngineError,
     SamplingParams,
-    require_idle,
 )
+from rllib_llm.engines.checks import require_idle
 from rllib_llm.engines.vllm import compat
 from rllib_llm.engines.vllm.background import Background
+from rllib_llm.engines.vllm.requests import Sampled
 from rllib_llm.memory import peak_memory
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.checkpoint import load_pretrained, model_config
@@ -36,9 +37,6 @@ from rllib_llm.sync.stream import Groups, StreamOffer
 from rllib_llm.sync.take import take_update
 from rllib_llm.sync.topology import place_of
 from rllib_llm.sync.verify import WeightReceipt
-
-Sampled = tuple[np.ndarray, np.ndarray, str]
-"""Token ids int64 [L], log-probs float32 [L], "stop" or "length"."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +90,9 @@ class VLLMWorker:
         """
         require_idle(self._background.pending)
         self._use_law(params)
-        requests = [
-            ({"prompt_token_ids": list(p)}, s) for p, row in zip(prompts, seeds, strict=True) for s in row
-        ]
+        requests = [(list(p), s) for p, row in zip(prompts, seeds, strict=True) for s in row]
         outputs = self.llm.generate(
-            [prompt for prompt, _ in requests],
+            [{"prompt_token_ids": prompt} for prompt, _ in requests],
             [self._vllm_params(params, seed) for _, seed in requests],
             use_tqdm=False,
         )
@@ -128,6 +124,14 @@ class VLLMWorker:
     def abort(self, names: Sequence[str]) -> None:
         """End requests without completions."""
         self._background.abort(names)
+
+    def pause(self) -> None:
+        """See `Background.pause`."""
+        self._background.pause()
+
+    def resume(self) -> None:
+        """See `Background.resume`."""
+        self._background.resume()
 
     def _use_law(self, params: SamplingParams) -> None:
         truncation = (params.top_k, params.top_p) if params.temperature > 0 else (0, 1.0)
@@ -273,16 +277,7 @@ def _llm_arguments(
         "seed": options.seed,
         "disable_log_stats": True,
     }
-    if options.max_num_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
-    if options.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes
-    elif (
-        options.device == "cpu"
-    ):  # 0.32 would take 92 % of the machine's memory, and refuse where less is free
-        arguments["kv_cache_memory_bytes"] = 1 << 30
-    if options.device == "cuda":
-        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    arguments |= _sizes(options)
     numerics = compat.llm_options(options.device, graphs=options.cuda_graphs, sleep_mode=options.sleep_mode)
     taken = sorted(set(options.extra) & set(arguments | numerics))
     if taken:
@@ -291,6 +286,20 @@ def _llm_arguments(
             "change numerics that the attestation vouches for. Leave them out"
         )
     return arguments | numerics | options.extra
+
+
+def _sizes(options: WorkerOptions) -> dict[str, Any]:
+    sizes: dict[str, Any] = {}
+    if options.max_num_batched_tokens is not None:
+        sizes["max_num_batched_tokens"] = options.max_num_batched_tokens
+    if options.kv_cache_bytes is not None:
+        sizes["kv_cache_memory_bytes"] = options.kv_cache_bytes
+    elif options.device == "cpu":
+        # 0.32 would take 92 % of the machine's memory, and refuse where less is free
+        sizes["kv_cache_memory_bytes"] = 1 << 30
+    if options.device == "cuda":
+        sizes["gpu_memory_utilization"] = options.gpu_memory_utilization
+    return sizes
 
 
 def _sampled(output: Any) -> Sampled:
