@@ -71,6 +71,7 @@ class RolloutSettings:
     max_new_tokens: int = 64
     """token limit of one answer (of one turn)"""
     min_new_tokens: int = 0
+    """the first so many tokens of an answer end nothing: end-of-sequence and stop ids have probability 0 there"""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

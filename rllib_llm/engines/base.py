@@ -68,8 +68,8 @@ class SamplingParams:
     max_tokens: int = 64
     """Most new tokens of one completion; the end of the model's context also ends it, as "length"."""
     min_tokens: int = 0
-    """Before so many new tokens the end-of-sequence and stop ids have probability 0 and stop strings are
-    not looked for."""
+    """The first so many new tokens end nothing: end-of-sequence and stop ids have probability 0, stop strings that one
+    of them completes do not count."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion, besides the model's end-of-sequence ids; the id is the completion's last
     token."""

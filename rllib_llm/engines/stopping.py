@@ -18,6 +18,14 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], **kwargs: object) -> str: ...
 
 
+def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
+    """The ids that end a completion and are banned before `min_tokens`, sorted: `stop_token_ids` and, unless ignored,
+    the model's end-of-sequence ids.
+    """
+    eos = () if params.ignore_eos else tuple(eos_token_ids)
+    return tuple(sorted({*eos, *params.stop_token_ids}))
+
+
 class StopRule:
     """Stop ids and stop strings of one `generate` call.
 
@@ -35,8 +43,7 @@ class StopRule:
                 f"directory that has "
                 "one, or tokenizer=…, or use stop_token_ids"
             )
-        eos = () if params.ignore_eos else tuple(eos_token_ids)
-        self.stop_ids = tuple(sorted({*eos, *params.stop_token_ids}))
+        self.stop_ids = stop_ids(params, eos_token_ids)
         self._stop_set = frozenset(self.stop_ids)
         self._params = params
         self._tokenizer = tokenizer
@@ -50,7 +57,7 @@ class StopRule:
             room: how many more tokens fit into the model's context.
         """
         count = len(token_ids)
-        if count >= self._params.min_tokens:
+        if count > self._params.min_tokens:  # the first min_tokens tokens end nothing, as in vLLM
             if token_ids[-1] in self._stop_set:
                 return "stop"
             if self._params.stop and self._completes_stop_string(token_ids):

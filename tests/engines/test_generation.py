@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -185,6 +186,22 @@ def test_min_tokens_bans_the_stop_ids(model):
         assert not set(completion.token_ids[:6].tolist()) & {2, *stops}
         lengths.append(len(completion.token_ids))
     assert min(lengths) == 7
+
+
+def test_min_tokens_passes_over_early_stop_strings(model):
+    """A string that one of the first min_tokens tokens completes does not count; the first one after them does."""
+    engine = engine_of(model, tokenizer=Letters())
+    prompts = random_sequences((5, 7), VOCAB)
+    free = SamplingParams(n=4, max_tokens=30, seed=6, ignore_eos=True)
+    flat = [ids for row in ids_of(engine.generate(prompts, free)) for ids in row]
+    decode = Letters().decode
+    stop = decode(flat[0][3:4])
+    for minimum in (0, 3, 4, 5):
+        asked = dataclasses.replace(free, stop=(stop,), min_tokens=minimum)
+        found = [ids for row in ids_of(engine.generate(prompts, asked)) for ids in row]
+        for full, ids in zip(flat, found, strict=True):
+            ends = [n for n in range(minimum + 1, 31) if decode(full[n - 1 : n]).find(stop) >= 0]
+            assert ids == full[: ends[0] if ends else 30]
 
 
 def test_the_context_ends_a_completion(model):

@@ -70,17 +70,30 @@ def prompts(seed: int, count: int = 6) -> list[list[int]]:
     return [torch.randint(3, 192, (n,), generator=generator).tolist() for n in lengths]
 
 
-def deltas(model: Any, asked: list[list[int]], answers: Any, params: SamplingParams) -> np.ndarray:
-    """Learner's log-probs (one packed forward) minus the engine's, over all sampled tokens."""
+def deltas(
+    model: Any,
+    asked: list[list[int]],
+    answers: Any,
+    params: SamplingParams,
+    banned_ids: tuple[int, ...] = (),
+) -> np.ndarray:
+    """Learner's log-probs (one packed forward) minus the engine's, over all sampled tokens.
+
+    `banned_ids` have probability 0 for the first `params.min_tokens` tokens of each answer.
+    """
     truncation = (params.top_k, params.top_p) if params.temperature else (0, 1.0)
     pairs = [(p, c) for p, row in zip(asked, answers, strict=True) for c in row]
     batch = PackedBatch.from_sequences([p + c.token_ids.tolist() for p, c in pairs]).to(torch.device(DEVICE))
     targets = torch.roll(batch.input_ids, -1)
-    with torch.no_grad():
-        logp = (
-            model.token_logprobs(model(batch), targets, params.temperature or 1.0, *truncation).cpu().numpy()
-        )
     starts = batch.cu_seqlens.tolist()
+    young = torch.zeros(len(targets), dtype=torch.bool)
+    for (prompt, _), start, stop in zip(pairs, starts[:-1], starts[1:], strict=True):
+        young[start + len(prompt) - 1 : min(start + len(prompt) - 1 + params.min_tokens, stop)] = True
+    law = {"banned_ids": banned_ids, "banned_rows": young.to(DEVICE)} if banned_ids else {}
+    with torch.no_grad():
+        hidden = model(batch)
+        logp = model.token_logprobs(hidden, targets, params.temperature or 1.0, *truncation, **law)
+        logp = logp.cpu().numpy()
     parts = []
     for (prompt, completion), start, stop in zip(pairs, starts[:-1], starts[1:], strict=True):
         parts.append(logp[start + len(prompt) - 1 : stop - 1] - completion.logprobs)

@@ -133,12 +133,12 @@ def test_the_contract_holds_between_learner_and_engine(qwen3: tuple[Any, Any]) -
 
 
 def test_what_cannot_be_done_is_refused_by_name(qwen3: tuple[Any, Any]) -> None:
-    """A prompt as long as the context, an id outside the vocabulary, min_tokens, stop strings without a tokenizer."""
+    """A prompt as long as the context, ids outside the vocabulary, stop strings without a tokenizer."""
     _, engine = qwen3
     with pytest.raises(PromptError, match=r"prompt 0 has 512 tokens(?s:.*)prompt 1 holds ids"):
         engine.generate([[3] * 512, [500]], SamplingParams(max_tokens=4))
-    with pytest.raises(SamplingParamsError, match=r"min_tokens=2(?s:.*)stop=\('x',\)"):
-        engine.generate([[3]], SamplingParams(max_tokens=4, min_tokens=2, stop=("x",)))
+    with pytest.raises(SamplingParamsError, match=r"stop_token_ids=\[200\](?s:.*)stop=\('x',\)"):
+        engine.generate([[3]], SamplingParams(max_tokens=4, stop_token_ids=(200,), stop=("x",)))
 
 
 def test_a_model_directory_starts_at_version_0_with_its_tokenizer(ray_for_engines: None) -> None:
@@ -147,18 +147,19 @@ def test_a_model_directory_starts_at_version_0_with_its_tokenizer(ray_for_engine
     params = SamplingParams(max_tokens=24, temperature=0)
     with make_engine("torch", "tiny-chain", "unified-fp8") as torch_engine:
         expected = torch_engine.generate([prompt], params)[0][0]
+        text = load_tokenizer("tiny-chain").decode(expected.token_ids)
+        cases = [dataclasses.replace(params, stop=(text[2],), min_tokens=n) for n in (0, 2, 3, 4)]
+        expected_stops = [torch_engine.generate([prompt], case)[0][0].token_ids.tolist() for case in cases]
     with start("tiny-chain", "unified-fp8") as engine:
         found = engine.generate([prompt], params)[0][0]
-        text = load_tokenizer("tiny-chain").decode(found.token_ids)
-        stopped = engine.generate([prompt], SamplingParams(max_tokens=24, temperature=0, stop=(text[2],)))[0][
-            0
-        ]
+        stops = [engine.generate([prompt], case)[0][0] for case in cases]
     assert found.weights_version == 0
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     if DEVICE == "cpu":
         assert np.array_equal(found.logprobs, expected.logprobs)
-    assert stopped.finish_reason == "stop"
-    assert len(stopped.token_ids) <= len(found.token_ids)
+    assert [c.token_ids.tolist() for c in stops] == expected_stops
+    assert len(expected_stops[0]) < len(expected_stops[-1])
+    assert stops[0].finish_reason == "stop"
 
 
 def test_options_that_decide_numerics_cannot_be_overridden() -> None:

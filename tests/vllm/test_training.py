@@ -45,6 +45,7 @@ def algorithm(ray_for_engines: None, tmp_path: Path) -> Iterator[Any]:
             group_size=4,
             prompts_per_iteration=4,
             max_new_tokens=4,
+            min_new_tokens=2,
             sleep_while_learning=gpu,
         )
         .training(lr=1e-3)
@@ -64,8 +65,8 @@ def _kill_engine(runner: Any) -> int:
 
 
 def test_training_is_exactly_on_policy_and_survives_the_death_of_vllm(algorithm: Any) -> None:
-    """Mismatch 0 in each iteration, before and after updates; after kill -9 of vLLM the runner comes back with the
-    current weights and training goes on, still at 0."""
+    """Mismatch 0 in each iteration, before and after updates, under min_new_tokens; after kill -9 of vLLM the runner
+    comes back with the current weights and training goes on, still at 0."""
     for _ in range(2):
         mismatch = algorithm.train()[names.MISMATCH]
         assert (mismatch["max_abs"], mismatch["bit_equal_share"]) == (0, 1)

@@ -7,11 +7,14 @@ numbers rather than fail.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 SUPPORTED = ((0, 26), (0, 32))
 """First and last supported (major, minor), inclusive."""
@@ -89,6 +92,64 @@ def llm_options(device: str, *, graphs: bool, sleep_mode: bool) -> dict[str, Any
 def loaded_model(llm: Any) -> Any:
     """The model object inside an in-process `vllm.LLM`."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def watch_rows(llm: Any, model: Any) -> None:
+    """Make ``model.below_min_tokens(n)`` say, while vLLM samples, which of its n rows have fewer than `min_tokens`
+    tokens: bool [n].
+
+    Read from what vLLM itself masks stop ids by. Model runner V1 (CPU) keeps the rows in a logits processor, brought up
+    to date before each step; V2 (CUDA) compares positions with prompt lengths.
+    """
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    runner = worker.model_runner
+    if not worker.use_v2_model_runner:
+        model.below_min_tokens = functools.partial(_rows_of_v1, runner)
+        return
+    sample = runner.sample
+
+    @functools.wraps(sample)
+    def watched(hidden_states: Any, input_batch: Any, *arguments: Any, **keywords: Any) -> Any:
+        model.below_min_tokens = functools.partial(_rows_of_v2, runner, input_batch, model)
+        return sample(hidden_states, input_batch, *arguments, **keywords)
+
+    runner.sample = watched
+
+
+def _rows_of_v1(runner: Any, rows: int) -> torch.Tensor:
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+
+    below = torch.zeros(rows, dtype=torch.bool)
+    for processor in runner.input_batch.logitsprocs.non_argmax_invariant:
+        if isinstance(processor, MinTokensLogitsProcessor):
+            below[list(processor.min_toks)] = True
+    return below.to(runner.device)
+
+
+def _rows_of_v2(runner: Any, batch: Any, model: Any, rows: int) -> torch.Tensor:
+    prompts = runner.req_states.prompt_len.gpu[batch.expanded_idx_mapping[:rows]]
+    sampled = batch.positions[batch.logits_indices[:rows]] + 1 - prompts
+    return sampled < model.law.min_tokens
+
+
+def sampling_params(**values: Any) -> Any:
+    """`vllm.SamplingParams` under which a request ends at its `stop_token_ids` and at no other id.
+
+    vLLM adds end-of-sequence ids of its own reading (the tokenizer's, generation_config.json's) to what it masks before
+    `min_tokens`, even with ``ignore_eos``; the learner would not know them.
+    """
+    return _exact_params()(ignore_eos=True, **values)
+
+
+@functools.cache
+def _exact_params() -> type:
+    from vllm import SamplingParams
+
+    class ExactParams(SamplingParams):
+        def update_from_generation_config(self, *_: Any, **__: Any) -> None:
+            """Stop ids are those that were asked for."""
+
+    return ExactParams
 
 
 def attention_identity(layer: Any) -> str:

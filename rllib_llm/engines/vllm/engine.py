@@ -32,7 +32,7 @@ from rllib_llm.engines.vllm.actor import VLLMActor, config_directory, has_tokeni
 from rllib_llm.engines.vllm.requests import Pending, check_params, request_seeds
 from rllib_llm.engines.vllm.worker import WorkerOptions
 from rllib_llm.models.architecture import Architecture
-from rllib_llm.models.checkpoint import model_config
+from rllib_llm.models.checkpoint import eos_token_ids, model_config
 from rllib_llm.registry.owner import refuse_other_policy
 from rllib_llm.sync.packed import WeightUpdate
 from rllib_llm.sync.receiver import Incoming
@@ -103,6 +103,7 @@ class VLLMEngine(RolloutEngine):
         self.max_model_len = context_length(max_model_len, architecture.max_positions)
         self.vocab = architecture.vocab
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._eos = eos_token_ids(config, self._path)
         self._options = WorkerOptions(
             device=self.device,
             max_model_len=self.max_model_len,
@@ -222,7 +223,7 @@ class VLLMEngine(RolloutEngine):
             )
         check_sampling_policy(self.policy, params)
         check_prompts(prompts, self.vocab, self.max_model_len)
-        check_params(params, self._options.has_tokenizer)
+        check_params(params, self._eos, self.vocab, self._options.has_tokenizer)
 
     @property
     def place(self) -> Place:

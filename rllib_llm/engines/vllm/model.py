@@ -10,7 +10,7 @@ function that the learner uses.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,14 @@ HEAD_DIM_KEY = "rllib_llm_head_dim"
 
 @dataclass(frozen=True)
 class SamplingLaw:
-    """Temperature and truncation of the current `generate` call; the same for all of its sequences."""
+    """Temperature, truncation and banned ids of all sequences that are sampled at a time."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    banned_ids: tuple[int, ...] = ()
+    """Ids of probability 0 in sequences that have fewer than `min_tokens` tokens (`VLLMCausalLM.below_min_tokens`)."""
+    min_tokens: int = 0
 
 
 class _Rows:
@@ -75,6 +78,7 @@ class VLLMCausalLM(nn.Module):
             attention.attend = paged
             self.add_module(f"attention_{index}", paged.layer)
         self.law = SamplingLaw()
+        self.below_min_tokens: Callable[[int], torch.Tensor] | None = None  # set by compat.watch_rows
         self._max_positions = vllm_config.model_config.max_model_len
         self._table: torch.Tensor | None = None
 
@@ -110,7 +114,13 @@ class VLLMCausalLM(nn.Module):
         """[N, H] -> fp32 [N, V] log-probs of the distribution to sample from; -inf outside its support."""
         law = self.law
         logits = self.lm.logits(hidden_states)
-        return log_softmax(truncated_logits(logits, law.temperature, law.top_k, law.top_p))
+        banned_rows = None
+        if law.banned_ids:
+            assert self.below_min_tokens is not None, "the worker calls compat.watch_rows before it samples"
+            banned_rows = self.below_min_tokens(len(logits))
+        return log_softmax(
+            truncated_logits(logits, law.temperature, law.top_k, law.top_p, None, law.banned_ids, banned_rows)
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """vLLM's checkpoint loaders are not used: weights come by `WeightUpdate`

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,13 @@ from rllib_llm.engines.base import (
     SamplingParams,
 )
 from rllib_llm.engines.checks import require_idle
+from rllib_llm.engines.stopping import stop_ids
 from rllib_llm.engines.vllm import compat
 from rllib_llm.engines.vllm.background import Background
 from rllib_llm.engines.vllm.requests import Sampled
 from rllib_llm.memory import peak_memory
 from rllib_llm.models.architecture import Architecture
-from rllib_llm.models.checkpoint import load_pretrained, model_config
+from rllib_llm.models.checkpoint import eos_token_ids, load_pretrained, model_config
 from rllib_llm.sync.packed import WeightChunk, WeightUpdate
 from rllib_llm.sync.stream import Groups, StreamOffer
 from rllib_llm.sync.take import take_update
@@ -67,9 +69,12 @@ class VLLMWorker:
 
         self.policy = PrecisionPolicy.from_dict(policy)
         self.options = options
-        head_dim = Architecture.from_config(model_config(directory)[1]).head_dim
+        config = model_config(directory)[1]
+        head_dim = Architecture.from_config(config).head_dim
+        self._eos = eos_token_ids(config, Path(directory))
         self.llm = LLM(**_llm_arguments(directory, head_dim, self.policy, options))
         self.model = compat.loaded_model(self.llm)
+        compat.watch_rows(self.llm, self.model)
         self.version = NO_WEIGHTS
         self._chunks: list[WeightChunk] = []
         self._background = Background(self.llm.llm_engine, _sampled)
@@ -93,7 +98,7 @@ class VLLMWorker:
         requests = [(list(p), s) for p, row in zip(prompts, seeds, strict=True) for s in row]
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in requests],
-            [self._vllm_params(params, seed) for _, seed in requests],
+            [self._vllm_params(params, seed, len(prompt)) for prompt, seed in requests],
             use_tqdm=False,
         )
         if len(outputs) != len(requests):
@@ -112,7 +117,7 @@ class VLLMWorker:
         self._use_law(params)
         self._background.submit(
             [
-                (name, {"prompt_token_ids": list(prompt)}, self._vllm_params(params, seed))
+                (name, {"prompt_token_ids": list(prompt)}, self._vllm_params(params, seed, len(prompt)))
                 for name, prompt, seed in zip(names, prompts, seeds, strict=True)
             ]
         )
@@ -135,19 +140,24 @@ class VLLMWorker:
 
     def _use_law(self, params: SamplingParams) -> None:
         truncation = (params.top_k, params.top_p) if params.temperature > 0 else (0, 1.0)
-        self.model.law = type(self.model.law)(params.temperature or 1.0, *truncation)
+        banned = stop_ids(params, self._eos) if params.min_tokens else ()
+        self.model.law = type(self.model.law)(
+            params.temperature or 1.0, *truncation, banned, params.min_tokens
+        )
 
-    def _vllm_params(self, params: SamplingParams, seed: int) -> Any:
-        """vLLM draws from the log-probs that the model returns, so temperature and truncation are off there."""
-        from vllm import SamplingParams as VLLMParams
+    def _vllm_params(self, params: SamplingParams, seed: int, prompt_length: int) -> Any:
+        """vLLM draws from the log-probs that the model returns, so temperature and truncation are off there; its own
+        ban of stop ids before `min_tokens` finds them at -inf.
+        """
         from vllm.sampling_params import RequestOutputKind
 
-        return VLLMParams(
+        return compat.sampling_params(
             temperature=0.0 if params.temperature == 0 else 1.0,
             max_tokens=params.max_tokens,
-            stop_token_ids=list(params.stop_token_ids),
+            # vLLM would wait for ever for a min_tokens that does not fit into the context
+            min_tokens=min(params.min_tokens, self.options.max_model_len - prompt_length),
+            stop_token_ids=list(stop_ids(params, self._eos)),
             stop=list(params.stop) or None,
-            ignore_eos=params.ignore_eos,
             seed=seed,
             logprobs=0,
             detokenize=bool(params.stop),
