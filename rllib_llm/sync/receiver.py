@@ -118,11 +118,18 @@ def receive(
         WeightSyncError: refused, or it did not arrive; nothing has been applied.
         MixedWeightsError: it broke off later, or the engine holds other bytes than were sent.
     """
-    manifest, device = incoming.manifest, next(model.buffers()).device
+    _verify(incoming, model)
+    held = _apply(incoming, model, begin, finish)
+    return WeightReceipt(incoming.manifest.version, model.policy.fingerprint, model.plan.hash, held)
+
+
+def _verify(incoming: Incoming, model: CausalLM) -> None:
+    """The first reading: nothing is applied."""
+    manifest = incoming.manifest
     try:
         verify_manifest(manifest, model.weight_specs(), model.policy.fingerprint, model.plan.hash)
         incoming.agree("ready")
-        problems = hash_problems(_arriving_hashes(incoming, device), manifest.hashes)
+        problems = hash_problems(_arriving_hashes(incoming, next(model.buffers()).device), manifest.hashes)
         if problems:
             raise WeightSyncError(problems, manifest.version)
         incoming.agree("verified")
@@ -132,6 +139,13 @@ def receive(
         if isinstance(error, WeightTransportError):
             raise WeightSyncError([str(error)], manifest.version) from error
         raise
+
+
+def _apply(
+    incoming: Incoming, model: CausalLM, begin: Callable[[], None], finish: Callable[[int], None]
+) -> dict[str, str]:
+    """The second reading; hashes of what the model then holds."""
+    manifest = incoming.manifest
     try:
         begin()
         _copy(incoming, model)
@@ -152,7 +166,7 @@ def receive(
         raise
     finally:
         incoming.close()
-    return WeightReceipt(manifest.version, model.policy.fingerprint, model.plan.hash, held)
+    return held
 
 
 def _arriving_hashes(incoming: Incoming, device: torch.device) -> dict[str, str]:
