@@ -2,11 +2,12 @@
 
 * `reference/`  the definition of every operator, in plain torch, on any device; on CPU it is what runs.
 * `operators`   the differentiable operators that models call, dispatched on the device.
-* `linear`      the linear layer with its three GEMMs in the formats of a precision policy; `feed_forward`, `heads`:
-                what stands between linears, as one function with them or with its neighbours.
+* `linear`      the linear layer with its three GEMMs in the formats of a precision policy.
+* `feed_forward`, `heads`, `coded`: what stands between linears, as one function with them or with its neighbours.
 * `dispatch`    what is bound where, by name, version and source hash; no silent fallback.
 """
 
+from precision_kernels.coded import Coded, readable_as_codes, rms_norm_coded
 from precision_kernels.dispatch import (
     Implementation,
     UnboundOperatorError,
@@ -59,6 +60,7 @@ __all__ = [
     "FP8_MAX",
     "SCALE_FLOOR",
     "AttentionLayout",
+    "Coded",
     "Implementation",
     "JointWeight",
     "LinearFormats",
@@ -90,7 +92,9 @@ __all__ = [
     "quantise_activation",
     "quantise_columns",
     "quantise_weight",
+    "readable_as_codes",
     "rms_norm",
+    "rms_norm_coded",
     "rms_norm_quantise",
     "rotary",
     "rotary_cos_sin",

@@ -45,6 +45,7 @@ OPERATORS: tuple[str, ...] = (
     "rms_norm_backward",
     "rms_norm_quantise",
     "add_rms_norm_quantise",
+    "rms_norm_quantise_columns",
     "silu_mul",
     "silu_mul_backward",
     "silu_mul_quantise",
@@ -236,10 +237,10 @@ def bound_implementations(device_type: str) -> dict[str, str]:
     """``{operator: "name@version#sourcehash"}`` for everything bound on a device: goes into the attestation.
 
     The entry "composition" names the code that puts operators together (`linear`, `feed_forward`, `heads`,
-    `operators`).
+    `coded`, `operators`).
     """
     identities = {operator: chosen.identity for operator, chosen in _table(device_type).items()}
-    modules = ("linear", "feed_forward", "heads", "operators")
+    modules = ("linear", "feed_forward", "heads", "coded", "operators")
     composition = _modules_hash(*(f"precision_kernels.{module}" for module in modules))
     identities["composition"] = f"precision_kernels@{version('rllib-llm')}#{composition}"
     return dict(sorted(identities.items()))

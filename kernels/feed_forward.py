@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
+from precision_kernels.coded import Coded
 from precision_kernels.dispatch import implementation
 from precision_kernels.prepared import JointWeight, PreparedWeight
 from precision_kernels.reference.formats import Quantised
@@ -43,17 +44,19 @@ def gated_feed_forward_problems(
 
 class _GatedFeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate_up, down, remake, *weights):
+    def forward(ctx, x, codes, gate_up, down, remake, *weights):
         scale, device = (down.formats.scale_format, down.formats.scale_floor), x.device.type
         if remake is None:
             codes, columns = implementation("quantise_both", device)(x, *scale)
             kept = (columns.codes, columns.scales)
         else:
-            codes, kept = implementation("quantise_activation", device)(x, *scale), remake.tensors
+            codes = codes or implementation("quantise_activation", device)(x, *scale)
+            kept = remake.tensors
         matmul = implementation("block_fp8_matmul", device)
         both = matmul(codes, gate_up.whole.quantised, x.dtype)
         rows, columns = implementation("silu_mul_quantise_both", device)(*both.chunk(2, 1), *scale)
-        ctx.gate_up, ctx.down, ctx.remake, ctx.dtype = gate_up, down, remake and remake.function, x.dtype
+        ctx.gate_up, ctx.down, ctx.dtype = gate_up, down, x.dtype
+        ctx.remake = None if remake is None else remake._replace(tensors=())
         ctx.weights = [marked(w) for w in weights]
         ctx.save_for_backward(both, columns.codes, columns.scales, *kept)
         return matmul(rows, down.quantised, x.dtype)
@@ -72,17 +75,16 @@ class _GatedFeedForward(torch.autograd.Function):
         backward = implementation("silu_mul_backward_quantise_both", device)
         rows, columns = backward(dproduct, *both.chunk(2, 1), *scale)
         dx = dgrad(rows, ctx.gate_up.whole.dgrad_operand(), ctx.dtype) if ctx.needs_input_grad[0] else None
-        dgate_up = _weight_gradient(columns, _columns(ctx, saved[2:], scale, device), ctx.weights[:2])
+        dgate_up = _weight_gradient(columns, _columns(ctx, saved[2:]), ctx.weights[:2])
         halves = (None, None) if dgate_up is None else dgate_up.chunk(2)
-        return dx, None, None, None, *halves, ddown
+        return dx, None, None, None, None, *halves, ddown
 
 
-def _columns(ctx, kept, scale, device: str) -> Quantised:
+def _columns(ctx, kept) -> Quantised:
     """The 128x1 codes of x, kept or of x made again."""
     if ctx.remake is None:
-        return Quantised(kept[0], kept[1], "128x1", scale[0])
-    x = ctx.remake(*kept)
-    return implementation("quantise_columns", device)(x.reshape(-1, x.shape[-1]), *scale)
+        return Quantised(kept[0], kept[1], "128x1", ctx.down.formats.scale_format)
+    return ctx.remake.codes(kept, ctx.down.formats)
 
 
 def _weight_gradient(dy: Quantised, x: Quantised, weights) -> torch.Tensor | None:
@@ -93,7 +95,7 @@ def _weight_gradient(dy: Quantised, x: Quantised, weights) -> torch.Tensor | Non
 
 
 def gated_feed_forward(
-    x: torch.Tensor,
+    x: torch.Tensor | Coded,
     weights: Sequence[torch.Tensor],
     gate_up: JointWeight,
     down: PreparedWeight,
@@ -105,6 +107,9 @@ def gated_feed_forward(
     them; ``remake`` as in `linears`.
     Raises ValueError listing what does not fit (`gated_feed_forward_problems`, for tensors SiLU keeps as they are).
     """
+    codes = None
+    if isinstance(x, Coded):
+        x, codes, remake = x
     problems = gated_feed_forward_problems(gate_up, down, weights, "values")
     shapes = [tuple(p.shape) for p in (*gate_up.parts, down)]
     if [tuple(w.shape) for w in weights] != shapes or x.shape[-1] != shapes[0][1]:
@@ -113,7 +118,7 @@ def gated_feed_forward(
         )
     if problems:
         raise ValueError("gated_feed_forward: " + "; ".join(problems))
-    y = _GatedFeedForward.apply(x.reshape(-1, x.shape[-1]), gate_up, down, remake, *weights)
+    y = _GatedFeedForward.apply(x.reshape(-1, x.shape[-1]), codes, gate_up, down, remake, *weights)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -75,7 +75,7 @@ class _Linears(torch.autograd.Function):
         ctx.formats, ctx.prepared, ctx.joint, ctx.dtype = formats, prepared, joint, x.dtype
         ctx.saved_kind, ctx.remake, ctx.weights = "", None, [marked(w) for w in weights]
         if trained and remake is not None and formats.saved == formats.wgrad == "fp8":
-            ctx.saved_kind, ctx.remake = "values", remake.function
+            ctx.saved_kind, ctx.remake = "values", remake._replace(tensors=())
             ctx.save_for_backward(*remake.tensors)
         elif trained:
             ctx.saved_kind, tensors = kept(x, formats, quantised, columns)
@@ -120,11 +120,7 @@ def _gradients(
     dx = _dgrad(grads, rows, prepared, ctx.formats, ctx.dtype) if ctx.needs_input_grad[0] else None
     dweights: list[torch.Tensor | None] = [None] * len(grads)
     if any(wanted):
-        saved = ctx.saved_tensors
-        if ctx.remake is not None:
-            made = ctx.remake(*saved)
-            saved = (made.reshape(-1, made.shape[-1]),)
-        product = weight_gradient(ctx.saved_kind, saved, ctx.formats)
+        product = weight_gradient(ctx.saved_kind, ctx.saved_tensors, ctx.formats, ctx.remake)
         dweights = [
             product(dy, codes, target) if want else None
             for dy, codes, want, target in zip(grads, columns, wanted, targets, strict=True)

@@ -22,15 +22,26 @@ class Remake(NamedTuple):
     """How the input of a linear can be made again from tensors that are kept anyway: then its codes need not be.
 
     ``function(*tensors)`` gives the input with the same bits; no gradient flows through it.
+    ``columns(*tensors, scale_format, scale_floor)``, if given, its 128x1 codes, without writing it.
     """
 
     function: Callable[..., torch.Tensor]
     tensors: tuple[torch.Tensor, ...]
+    columns: Callable[..., Quantised] | None = None
 
     @classmethod
     def kept(cls, x: torch.Tensor) -> Remake:
         """The input itself is kept, by the operator that made it."""
         return cls(lambda rows: rows, (x.detach(),))
+
+    def codes(self, tensors: Sequence[torch.Tensor], formats: LinearFormats) -> Quantised:
+        """The 128x1 codes of the input, from the saved ``tensors``."""
+        scale = (formats.scale_format, formats.scale_floor)
+        if self.columns is not None:
+            return self.columns(*tensors, *scale)
+        made = self.function(*tensors)
+        quantise = implementation("quantise_columns", made.device.type)
+        return quantise(made.reshape(-1, made.shape[-1]), *scale)
 
 
 def kept(
@@ -50,20 +61,24 @@ def kept(
     return codes.kind, (codes.codes, codes.scales)
 
 
-def weight_gradient(kind: str, tensors: tuple[torch.Tensor, ...], formats: LinearFormats):
+def weight_gradient(
+    kind: str, tensors: tuple[torch.Tensor, ...], formats: LinearFormats, remake: Remake | None = None
+):
     """The function (dy, its 128x1 codes if at hand, target) -> dW fp32 [N, K] for the input that was `kept`.
 
+    ``remake``: how it is made of ``tensors``, if it was not kept itself (fp8 only).
     With a target (fp8 only) dW is added to it, and autograd gets None.
     """
     device = tensors[0].device.type
     scale = (formats.scale_format, formats.scale_floor)
     if formats.wgrad == "fp8":
         quantise = implementation("quantise_columns", device)
-        x = (
-            Quantised(tensors[0], tensors[1], "128x1", formats.scale_format)
-            if kind == "128x1"
-            else quantise(tensors[0], *scale)
-        )
+        if remake is not None:
+            x = remake.codes(tensors, formats)
+        elif kind == "128x1":
+            x = Quantised(tensors[0], tensors[1], kind, formats.scale_format)
+        else:
+            x = quantise(tensors[0], *scale)
 
         def fp8(
             dy: torch.Tensor, codes: Quantised | None, target: torch.Tensor | None

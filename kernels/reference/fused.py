@@ -9,7 +9,7 @@ import torch
 from precision_kernels.reference.activation import silu_mul, silu_mul_backward
 from precision_kernels.reference.formats import SCALE_FLOOR, Quantised, ScaleFormat
 from precision_kernels.reference.norm import add_rms_norm, rms_norm
-from precision_kernels.reference.quantise import quantise_activation, quantise_both
+from precision_kernels.reference.quantise import quantise_activation, quantise_both, quantise_columns
 from precision_kernels.reference.rotary import rotary
 
 
@@ -40,6 +40,20 @@ def add_rms_norm_quantise(
     """`add_rms_norm` then `quantise_activation`: (1x128 codes of y, new residual [M, D], rstd fp32 [M, 1])."""
     y, summed, rstd = add_rms_norm(_rows(x), _rows(residual), weight, eps)
     return quantise_activation(y, scale_format, scale_floor), summed, rstd
+
+
+def rms_norm_quantise_columns(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: float,
+    scale_format: ScaleFormat = "fp32",
+    scale_floor: float = SCALE_FLOOR,
+) -> Quantised:
+    """`rms_norm` then `quantise_columns`: x [M, D] -> 128x1 codes of y. ``rstd``: that of the norm, if at hand, so
+    that a kernel need not sum the rows again.
+    """
+    return quantise_columns(_rows(rms_norm(x, weight, eps)[0]), scale_format, scale_floor)
 
 
 def norm_rotary(

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from precision_kernels.reference.formats import BLOCK
 from precision_kernels.triton.numerics import INTERPRETED, exp, fast, reciprocal, silu_bf16
-from precision_kernels.triton.packed import is_packable, larger, lifted, multiply, pack, quads, unpack
-from precision_kernels.triton.packed_quantise import _column_scale, _rows, _word
+from precision_kernels.triton.packed import is_packable, multiply, pack, quads, unpack
+from precision_kernels.triton.packed_codes import put_both
 
 _WIDTH = tl.constexpr(32)
 """Quads of a tile's row: one 1x128 block."""
@@ -72,35 +72,6 @@ def _gradients(dy, gate, up):
 
 
 @triton.jit
-def _put(
-    a, b, c, d, row, first, codes, scales, words, scales_t, M, K, scale_b, word_k, floor, UE8M0: tl.constexpr
-):
-    """Both sets of codes and scales of a tile: rows row, row + 1, ... as quads [32, 32], its first column ``first``."""
-    columns = first // 4 + tl.arange(0, _WIDTH).to(tl.int64)
-    block = scales + (first // 128 - tl.program_id(0)).to(tl.int64) * scale_b
-    _rows(a, row, codes, block, M, K // 4, scale_b, columns, floor, UE8M0)
-    _rows(b, row + 1, codes, block, M, K // 4, scale_b, columns, floor, UE8M0)
-    _rows(c, row + 2, codes, block, M, K // 4, scale_b, columns, floor, UE8M0)
-    _rows(d, row + 3, codes, block, M, K // 4, scale_b, columns, floor, UE8M0)
-    lanes = larger(larger(lifted(a), lifted(b)), larger(lifted(c), lifted(d)))
-    s0, s1 = _column_scale(lanes, 0, floor, UE8M0), _column_scale(lanes, 1, floor, UE8M0)
-    s2, s3 = _column_scale(lanes, 2, floor, UE8M0), _column_scale(lanes, 3, floor, UE8M0)
-    a0, a1, a2, a3 = unpack(a)
-    b0, b1, b2, b3 = unpack(b)
-    c0, c1, c2, c3 = unpack(c)
-    d0, d1, d2, d3 = unpack(d)
-    even = tl.join(_word(a0, b0, c0, d0, s0[None, :]), _word(a2, b2, c2, d2, s2[None, :]))
-    odd = tl.join(_word(a1, b1, c1, d1, s1[None, :]), _word(a3, b3, c3, d3, s3[None, :]))
-    word = tl.reshape(tl.join(even, odd), (32, 4 * _WIDTH))
-    scale = tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (4 * _WIDTH,))
-    group = tl.program_id(1) * 32 + tl.arange(0, 32)
-    column = first + tl.arange(0, 4 * _WIDTH).to(tl.int64)
-    # Rows beyond M are zero codes: the storage is whole blocks of 128.
-    tl.store(words + group[:, None] + column[None, :] * word_k, word)
-    tl.store(scales_t + tl.program_id(1).to(tl.int64) * K + column, scale)
-
-
-@triton.jit
 def _load(x, row, columns, M, x_m):
     return tl.load(x + row[:, None] * x_m + columns[None, :], (row < M)[:, None], 0)
 
@@ -116,7 +87,7 @@ def _forward_kernel(
     c = _product(_load(gate, row + 2, columns, M, gate_m), _load(up, row + 2, columns, M, up_m))
     d = _product(_load(gate, row + 3, columns, M, gate_m), _load(up, row + 3, columns, M, up_m))
     first = tl.program_id(0) * 128
-    _put(a, b, c, d, row, first, codes, scales, words, scales_t, M, K, scale_b, word_k, floor, UE8M0)
+    put_both(a, b, c, d, row, first, codes, scales, words, scales_t, M, K, scale_b, word_k, floor, UE8M0)
 
 
 @triton.jit
@@ -140,8 +111,10 @@ def _backward_kernel(
     c, g = _read_and_differentiate(dy, gate, up, row + 2, columns, M, dy_m, gate_m, up_m)
     d, h = _read_and_differentiate(dy, gate, up, row + 3, columns, M, dy_m, gate_m, up_m)
     first = tl.program_id(0) * 128
-    _put(a, b, c, d, row, first, codes, scales, words, scales_t, M, 2 * K, scale_b, word_k, floor, UE8M0)
-    _put(e, f, g, h, row, K + first, codes, scales, words, scales_t, M, 2 * K, scale_b, word_k, floor, UE8M0)
+    put_both(a, b, c, d, row, first, codes, scales, words, scales_t, M, 2 * K, scale_b, word_k, floor, UE8M0)
+    put_both(
+        e, f, g, h, row, K + first, codes, scales, words, scales_t, M, 2 * K, scale_b, word_k, floor, UE8M0
+    )
 
 
 def accepts(floor: float, *matrices: torch.Tensor) -> bool:

@@ -9,12 +9,14 @@ from torch import nn
 
 from precision_kernels import (
     AttentionLayout,
+    Coded,
     Quantised,
     Remake,
     attention,
     gated_feed_forward,
     gated_feed_forward_problems,
     norm_rotary,
+    readable_as_codes,
     rotary,
     rotary_of_projections,
     silu_mul,
@@ -61,7 +63,7 @@ class SelfAttention(nn.Module):
             self.k_norm = PlannedNorm(plan[f"{name}.k_norm"], policy, side, arch.rms_eps)
 
     def forward(
-        self, x: torch.Tensor | Quantised, context: Context, cache: Any, remake: Remake | None = None
+        self, x: torch.Tensor | Quantised | Coded, context: Context, cache: Any, remake: Remake | None = None
     ) -> torch.Tensor:
         """[T, H], or its codes -> [T, H]; ``remake``: how x can be made again."""
         q, k, v = self.qkv(x, remake)
@@ -104,9 +106,9 @@ class FeedForward(nn.Module):
         self.quantise_product = False
         self.saved: tuple[str, ScaleFormat, float] = (policy.activation.saved, *scale_rule(policy))
 
-    def forward(self, x: torch.Tensor | Quantised, remake: Remake | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantised | Coded, remake: Remake | None = None) -> torch.Tensor:
         """[T, H], or its codes -> [T, H]; ``remake``: how x can be made again."""
-        if isinstance(x, torch.Tensor) and torch.is_grad_enabled() and self._one_function():
+        if not isinstance(x, Quantised) and torch.is_grad_enabled() and self._one_function():
             weights = [m.weight for m in (self.gate_proj, self.up_proj, self.down_proj)]
             return gated_feed_forward(x, weights, self.gate_up.prepared(), self.down_proj.prepared(), remake)
         gate, up = self.gate_up(x, remake)
@@ -139,25 +141,32 @@ class DecoderLayer(nn.Module):
             plan[f"{name}.post_attention_layernorm"], policy, side, eps
         )
         self.quantise_input: tuple[bool, ...] = (False, False)
+        first = self.self_attn.q_proj, self.mlp.gate_proj
+        self.coded_input = tuple(m.side == "train" and readable_as_codes(m.formats) for m in first)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: Context, cache: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual [T, H] -> the same two for the next layer; residual is None before the first."""
-        y, residual = self._normalise(self.input_layernorm, x, residual, self.quantise_input[0])
+        y, residual = self._normalise(0, x, residual)
         y = self.self_attn(y, context, cache, self._remake(self.input_layernorm, residual))
-        y, residual = self._normalise(self.post_attention_layernorm, y, residual, self.quantise_input[1])
+        y, residual = self._normalise(1, y, residual)
         return self.mlp(y, self._remake(self.post_attention_layernorm, residual)), residual
 
     @staticmethod
     def _remake(norm: PlannedNorm, residual: torch.Tensor) -> Remake | None:
         return norm.remake(residual) if torch.is_grad_enabled() else None
 
-    @staticmethod
     def _normalise(
-        norm: PlannedNorm, x: torch.Tensor, residual: torch.Tensor | None, quantise: bool
+        self, which: int, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[Any, torch.Tensor]:
-        return norm.add_quantise(x, residual) if quantise else norm.add(x, residual)
+        """Input norm (0) or the one behind attention (1), in the form in which the linears behind it read it."""
+        norm = (self.input_layernorm, self.post_attention_layernorm)[which]
+        if self.quantise_input[which]:
+            return norm.add_quantise(x, residual)
+        if torch.is_grad_enabled() and self.coded_input[which]:
+            return norm.add_coded(x, residual)
+        return norm.add(x, residual)
 
     def fuse(self) -> None:
         """Inference: norms and SiLU hand codes to fp8 linears, heads are normalised and turned at once; same bits."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from precision_kernels import (
+    Coded,
     JointWeight,
     LinearFormats,
     PreparedWeight,
@@ -29,6 +30,7 @@ from precision_kernels import (
     prepare_weight,
     quantise_weight,
     rms_norm,
+    rms_norm_coded,
     rms_norm_quantise,
     rows_of_one,
 )
@@ -187,6 +189,10 @@ class PlannedNorm(PlannedModule):
         eps = self.eps
         return Remake(lambda rows, weight: rms_norm(rows, weight, eps), (residual.detach(), self._rounded()))
 
+    def add_coded(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Coded, torch.Tensor]:
+        """`add` for training, where only fp8 linears read the normalised rows: those are never written."""
+        return rms_norm_coded(x, residual, self.weight, self.eps, self._rounded(), *scale_rule(self.policy))
+
     def add_quantise(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Quantised, torch.Tensor]:
         """`add` with the 1x128 codes of the normalised rows in their place, for inference; one kernel, same bits."""
         if residual is None:
@@ -290,8 +296,10 @@ class JointProjections:
                 module.joint = self
             self._place()
 
-    def __call__(self, x: torch.Tensor | Quantised, remake: Remake | None = None) -> tuple[torch.Tensor, ...]:
-        """[T, K], or its 1x128 codes -> [T, Ni] of every module, column slices of one matrix if they are joined.
+    def __call__(
+        self, x: torch.Tensor | Quantised | Coded, remake: Remake | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """[T, K], or its codes -> [T, Ni] of every module, column slices of one matrix if they are joined.
 
         ``remake`` as in `linears`.
         """
@@ -299,8 +307,11 @@ class JointProjections:
         biases = [m.bias for m in self.modules]
         if isinstance(x, Quantised):
             return linears_of_codes(x, prepared, biases, self.modules[0].compute_dtype)
+        codes = None
+        if isinstance(x, Coded):
+            x, codes, remake = x
         weights = [m._operand() for m in self.modules]
-        return linears(x, weights, biases, self.modules[0].formats, prepared, remake=remake)
+        return linears(x, weights, biases, self.modules[0].formats, prepared, codes, remake=remake)
 
     def prepared(self) -> JointWeight:
         """All weights as their one GEMM reads them; made as often as `PlannedLinear.prepared`."""

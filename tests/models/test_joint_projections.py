@@ -94,17 +94,19 @@ def test_groups_with_ragged_rows_are_multiplied_one_by_one():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("remembered", [False, True])
-def test_the_feed_forward_block_as_one_function_changes_no_gradient(device, remembered, monkeypatch):
-    """Loss and every gradient of a model are those of its projections and SiLU one by one; checkpointing too."""
+def test_fused_training_changes_no_gradient(device, remembered, monkeypatch):
+    """Loss and every gradient are those of norms, projections and SiLU one by one; with checkpointing too."""
     results = []
     for one_function in (True, False):
         if not one_function:
             monkeypatch.setattr("rllib_llm.models.decoder.gated_feed_forward", None)  # not to be called
             monkeypatch.setattr("rllib_llm.models.decoder.FeedForward._one_function", lambda self: False)
+            monkeypatch.setattr("rllib_llm.models.decoder.readable_as_codes", lambda formats: False)
         learner = build_model(CONFIG, "unified-fp8", "train", gradient_checkpointing=remembered)
         learner.initialise(0)
         learner.to(device)
         assert learner.model.layers[0].mlp._one_function() == one_function
+        assert learner.model.layers[0].coded_input == (one_function, one_function)
         loss = learner.token_logprobs(learner(batch(device)), batch(device).input_ids).sum()
         loss.backward()
         results.append({"loss": loss.detach()} | {name: p.grad for name, p in learner.named_parameters()})
