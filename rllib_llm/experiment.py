@@ -173,20 +173,35 @@ class Experiment:
 
         Raises ExperimentError with every value out of range and everything that GRPOConfig.validate() finds.
         """
-        from rllib_llm.algorithm.config import GRPOConfig
         from rllib_llm.algorithm.validation import config_violations
         from rllib_llm.experiment_rules import experiment_violations, in_words_of_the_file
 
-        resources, evaluation = self.run.resources, self.evaluation
-        train = dataclasses.asdict(self.train)
         model, unresolved = self._local_models()
+        config = self._unchecked_config(model)
+        problems = experiment_violations(self)
+        problems += [in_words_of_the_file(problem) for problem in config_violations(config)]
+        problems = [p for p in problems if not p.startswith(tuple(f"{key} = " for key in unresolved))]
+        problems += unresolved.values()
+        if problems:
+            raise ExperimentError(f"experiment {self.name!r}", problems)
+        try:
+            config.validate()  # RLlib's own rules
+        except ValueError as error:
+            raise ExperimentError(f"experiment {self.name!r}", [str(error)]) from error
+        return config
+
+    def _unchecked_config(self, model: dict[str, Any]) -> GRPOConfig:
+        """model: the model's settings, with directories for registered models."""
+        from rllib_llm.algorithm.config import GRPOConfig
+
+        resources, evaluation = self.run.resources, self.evaluation
         config = (
             GRPOConfig()
             .precision(**dataclasses.asdict(self.precision))
             .model(**model)
             .environment(self.env.name, env_config=self.env.config)
             .rollout(**dataclasses.asdict(self.rollout))
-            .training(**train)
+            .training(**dataclasses.asdict(self.train))
             .env_runners(
                 num_env_runners=resources.num_env_runners,
                 num_cpus_per_env_runner=resources.cpus_per_env_runner,
@@ -206,16 +221,6 @@ class Experiment:
                 evaluation_duration=evaluation.prompts,
                 evaluation_num_env_runners=evaluation.num_env_runners,
             )
-        problems = experiment_violations(self)
-        problems += [in_words_of_the_file(problem) for problem in config_violations(config)]
-        problems = [p for p in problems if not p.startswith(tuple(f"{key} = " for key in unresolved))]
-        problems += unresolved.values()
-        if problems:
-            raise ExperimentError(f"experiment {self.name!r}", problems)
-        try:
-            config.validate()  # RLlib's own rules
-        except ValueError as error:
-            raise ExperimentError(f"experiment {self.name!r}", [str(error)]) from error
         return config
 
 

@@ -65,6 +65,18 @@ def call_runners(
         replies.answers[LOCAL] = reply
     if not calls:  # an empty list of ids would mean "all actors" to the manager
         return replies
+    _call_remote(group, calls, replies, timeout_s, on_failure)
+    return replies
+
+
+def _call_remote(
+    group: EnvRunnerGroup,
+    calls: Mapping[int, Callable[[Any], Reply]],
+    replies: Replies,
+    timeout_s: float | None,
+    on_failure: Callable[[str], None] | None,
+) -> None:
+    """Calls actors and records what they answer, as it comes."""
     manager = group._worker_manager
     sent = manager._call_actors(list(calls.values()), kwargs=[{}] * len(calls), remote_actor_ids=list(calls))
     waiting = dict(zip(sent, calls, strict=True))
@@ -81,7 +93,6 @@ def call_runners(
         if failure and on_failure is not None:
             on_failure(failure)
     replies.timed_out = sorted(waiting.values())
-    return replies
 
 
 def _record(replies: Replies, runner: int, result: Any) -> str | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from rllib_llm.algorithm.fleet import LOCAL, call_runners, runner_ids
+from rllib_llm.algorithm.fleet import LOCAL, Reply, call_runners, runner_ids
 from rllib_llm.episode import TextEpisode
 from rllib_llm.losses import informative_groups
 
@@ -88,17 +88,22 @@ def dispatch(
                 todo += shares[runner]
                 _restart(group, runner)
                 continue
-            episodes, metrics = reply.value
-            usable = [e for e in episodes if version is None or e.weights_version == version]
-            out.refused += len(episodes) - len(usable)
-            out.episodes += usable
-            out.metrics.append(metrics)
-            if reply.lost_sample is not None:
-                out.lost_samples.append(reply.lost_sample)
+            _take(out, reply, version)
     out.lost = sorted(todo)
     order = {index: i for i, index in enumerate(indices)}
     out.episodes.sort(key=lambda e: order[e.group_id])
     return out
+
+
+def _take(out: Collected, reply: Reply, version: int | None) -> None:
+    """Adds what a runner has sampled."""
+    episodes, metrics = reply.value
+    usable = [e for e in episodes if version is None or e.weights_version == version]
+    out.refused += len(episodes) - len(usable)
+    out.episodes += usable
+    out.metrics.append(metrics)
+    if reply.lost_sample is not None:
+        out.lost_samples.append(reply.lost_sample)
 
 
 def collect(

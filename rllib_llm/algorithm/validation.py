@@ -142,11 +142,6 @@ def _rollout(rollout: RolloutSettings) -> list[str]:
     ):
         if getattr(rollout, key) < 1:
             v.append(f"rollout_config.{key} = {getattr(rollout, key)} must be at least 1.")
-    if not 0.0 < rollout.temperature < float("inf"):
-        v.append(
-            f"rollout_config.temperature = {rollout.temperature} must be > 0 and finite: a greedy sample has no "
-            "log-probability to train on. Greedy evaluation is rollout_config.eval_temperature = 0."
-        )
     for key in ("restart_timeout_s", "push_timeout_s"):
         if getattr(rollout, key) <= 0.0:
             v.append(f"rollout_config.{key} = {getattr(rollout, key)} must be > 0 seconds.")
@@ -154,25 +149,6 @@ def _rollout(rollout: RolloutSettings) -> list[str]:
         v.append(
             f"rollout_config.max_prompt_tokens = {rollout.max_prompt_tokens} must be at least 1, or None: no limit."
         )
-    if not 0.0 <= rollout.eval_temperature < float("inf"):
-        v.append(
-            f"rollout_config.eval_temperature = {rollout.eval_temperature} must be finite and >= 0 (0 is greedy)."
-        )
-    on_cpu = str(rollout.engine_options.get("device", "")) == "cpu"
-    if rollout.sleep_while_learning and rollout.engine == "vllm" and on_cpu:
-        v.append(
-            "rollout_config.sleep_while_learning = True with rollout_config.engine_options['device'] = 'cpu': vLLM on "
-            "a CPU cannot give memory back; set it to False."
-        )
-    if rollout.weight_transport in ("cuda_ipc", "nccl") and on_cpu:
-        v.append(
-            f"rollout_config.weight_transport = {rollout.weight_transport!r} with "
-            "rollout_config.engine_options['device'] = 'cpu': it copies between GPUs; use 'auto'."
-        )
-    if not 0.0 < rollout.top_p <= 1.0:
-        v.append(f"rollout_config.top_p = {rollout.top_p} must be in (0, 1].")
-    if rollout.top_k < 0:
-        v.append(f"rollout_config.top_k = {rollout.top_k} must be >= 0 (0 switches it off).")
     if not 0 <= rollout.min_new_tokens <= rollout.max_new_tokens:
         v.append(
             f"rollout_config.min_new_tokens = {rollout.min_new_tokens} must be between 0 and "
@@ -183,10 +159,46 @@ def _rollout(rollout: RolloutSettings) -> list[str]:
             f"rollout_config.min_new_tokens = {rollout.min_new_tokens} with max_turns = {rollout.max_turns}: "
             "the learner cannot tell where an answer begins when an environment adds nothing between two; use one."
         )
+    return v + _distribution(rollout) + _engine_on_cpu(rollout)
+
+
+def _distribution(rollout: RolloutSettings) -> list[str]:
+    """Which distribution is sampled, in training and in evaluation."""
+    v = []
+    if not 0.0 < rollout.temperature < float("inf"):
+        v.append(
+            f"rollout_config.temperature = {rollout.temperature} must be > 0 and finite: a greedy sample has no "
+            "log-probability to train on. Greedy evaluation is rollout_config.eval_temperature = 0."
+        )
+    if not 0.0 < rollout.top_p <= 1.0:
+        v.append(f"rollout_config.top_p = {rollout.top_p} must be in (0, 1].")
+    if rollout.top_k < 0:
+        v.append(f"rollout_config.top_k = {rollout.top_k} must be >= 0 (0 switches it off).")
+    if not 0.0 <= rollout.eval_temperature < float("inf"):
+        v.append(
+            f"rollout_config.eval_temperature = {rollout.eval_temperature} must be finite and >= 0 (0 is greedy)."
+        )
     if rollout.eval_temperature == 0.0 and rollout.eval_samples > 1:
         v.append(
             f"rollout_config.eval_samples = {rollout.eval_samples} with eval_temperature = 0 would repeat one greedy "
             "answer; set eval_temperature > 0 or eval_samples = 1."
+        )
+    return v
+
+
+def _engine_on_cpu(rollout: RolloutSettings) -> list[str]:
+    """What an engine that is told to use the CPU cannot do."""
+    v = []
+    on_cpu = str(rollout.engine_options.get("device", "")) == "cpu"
+    if rollout.sleep_while_learning and rollout.engine == "vllm" and on_cpu:
+        v.append(
+            "rollout_config.sleep_while_learning = True with rollout_config.engine_options['device'] = 'cpu': vLLM on "
+            "a CPU cannot give memory back; set it to False."
+        )
+    if rollout.weight_transport in ("cuda_ipc", "nccl") and on_cpu:
+        v.append(
+            f"rollout_config.weight_transport = {rollout.weight_transport!r} with "
+            "rollout_config.engine_options['device'] = 'cpu': it copies between GPUs; use 'auto'."
         )
     return v
 
@@ -215,9 +227,16 @@ def _training(config: GRPOConfig, grpo: GRPOSettings, rollout: RolloutSettings) 
             f"num_env_runners = {config.num_env_runners} exceeds rollout_config.prompts_per_iteration = "
             f"{rollout.prompts_per_iteration}: some runners would never sample."
         )
-    v += _rllibs_numbers(config)
-    if config.num_epochs < 1:
-        v.append(f"num_epochs = {config.num_epochs} must be at least 1.")
+    if not 0 <= grpo.overlong_buffer <= rollout.max_new_tokens:
+        v.append(
+            f"grpo.overlong_buffer = {grpo.overlong_buffer} must be between 0 and rollout_config.max_new_tokens = "
+            f"{rollout.max_new_tokens}."
+        )
+    return v + _rllibs_numbers(config) + _optimiser(grpo)
+
+
+def _optimiser(grpo: GRPOSettings) -> list[str]:
+    v = []
     if grpo.micro_batch_tokens < 1:
         v.append(f"grpo.micro_batch_tokens = {grpo.micro_batch_tokens} must be at least 1.")
     for key in ("weight_decay", "eps", "warmup_steps", "overlong_penalty"):
@@ -229,11 +248,6 @@ def _training(config: GRPOConfig, grpo: GRPOSettings, rollout: RolloutSettings) 
         v.append(
             f"grpo.lr_decay = {grpo.lr_decay!r} with grpo.total_steps = {grpo.total_steps}: a decay needs the number "
             "of optimiser steps at which it ends, 'constant' takes none."
-        )
-    if not 0 <= grpo.overlong_buffer <= rollout.max_new_tokens:
-        v.append(
-            f"grpo.overlong_buffer = {grpo.overlong_buffer} must be between 0 and rollout_config.max_new_tokens = "
-            f"{rollout.max_new_tokens}."
         )
     if grpo.max_sample_rounds < 1:
         v.append(f"grpo.max_sample_rounds = {grpo.max_sample_rounds} must be at least 1.")
@@ -253,6 +267,8 @@ def _rllibs_numbers(config: GRPOConfig) -> list[str]:
     for key in ("num_learners", "num_env_runners"):
         if getattr(config, key) < 0:
             v.append(f"{key} = {getattr(config, key)} must be >= 0.")
+    if config.num_epochs < 1:
+        v.append(f"num_epochs = {config.num_epochs} must be at least 1.")
     return v
 
 

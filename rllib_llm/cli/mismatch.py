@@ -63,25 +63,15 @@ def add_mismatch_parser(subparsers: Any) -> None:
 
 
 def _localise(arguments: argparse.Namespace) -> int:
-    import torch
-
     from precision_policies import load_policy
     from rllib_llm.engines import PromptError, SamplingParamsError
-    from rllib_llm.engines.factory import ENGINES, missing_engine
-    from rllib_llm.mismatch.localise import localise, require_traceable
+    from rllib_llm.mismatch.localise import localise
     from rllib_llm.models.architecture import ArchitectureError
     from rllib_llm.models.paths import ModelPathError, resolve_model_path
     from rllib_llm.models.safetensor_files import CheckpointError
 
     policy = load_policy(arguments.policy)
-    if arguments.engine not in ENGINES:
-        raise UsageError(f"--engine {arguments.engine}: one of {', '.join(ENGINES)}")
-    if missing := missing_engine(arguments.engine):
-        raise UsageError(missing)
-    require_traceable(arguments.engine)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(f"--device {device}: cpu, or cuda on a machine with a CUDA device")
+    device = _checked_place(arguments)
     try:
         prompts = read_prompts(resolve_model_path(arguments.model), arguments.prompt, arguments.prompts)
         found, workload = localise(
@@ -111,6 +101,24 @@ def _localise(arguments: argparse.Namespace) -> int:
     else:
         print(report(found, workload, context, policy.off_policy_reasons, every=arguments.all))
     return 0 if found.equal else DIFFERS
+
+
+def _checked_place(arguments: argparse.Namespace) -> str:
+    """The device; UsageError where there is no such device or engine here, or the engine cannot be traced."""
+    import torch
+
+    from rllib_llm.engines.factory import ENGINES, missing_engine
+    from rllib_llm.mismatch.localise import require_traceable
+
+    if arguments.engine not in ENGINES:
+        raise UsageError(f"--engine {arguments.engine}: one of {', '.join(ENGINES)}")
+    if missing := missing_engine(arguments.engine):
+        raise UsageError(missing)
+    require_traceable(arguments.engine)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise UsageError(f"--device {device}: cpu, or cuda on a machine with a CUDA device")
+    return str(device)
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
