@@ -50,7 +50,7 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
     """
     path = _find(source)
     try:
-        base = _normalised(_read(path.read_text(encoding="utf-8"), str(source)))
+        base = _normalised(_read(path, str(source)))
         changes, problems = _dotlist(overrides)
         merged = OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(changes))
         missing = sorted(OmegaConf.missing_keys(merged))  # "???" in the file
@@ -60,6 +60,9 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
         data = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ExperimentError(str(source), [" ".join(str(error).split())]) from error
+    except TypeError as error:
+        problem = f"an override changes part of a list ({error}); give it whole: key='[0.9, 0.99]'."
+        raise ExperimentError(str(source), [problem]) from error
     data = typing.cast(dict[str, Any], data)
     data.setdefault("name", path.stem)
     return experiment_from_dict(data, str(source), problems, missing)
@@ -109,9 +112,11 @@ def _find(source: str | Path) -> Path:
     )
 
 
-def _read(text: str, source: str) -> dict[str, Any]:
+def _read(path: Path, source: str) -> dict[str, Any]:
     try:
-        loaded = OmegaConf.create(text)
+        loaded = OmegaConf.create(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExperimentError(source, [f"cannot be read as UTF-8 text: {error}"]) from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ExperimentError(source, [f"not valid YAML: {' '.join(str(error).split())}"]) from error
     data = OmegaConf.to_container(loaded, resolve=False)

@@ -238,7 +238,7 @@ def _tracking_send(arguments: argparse.Namespace) -> int:
 
     try:
         report = send_spooled(Path(arguments.file), arguments.uri)
-    except (FileNotFoundError, ValueError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from error
     print(report)
     return 0 if report.complete else 1

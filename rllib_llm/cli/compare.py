@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rllib_llm.compare.experiment import Plan
     from rllib_llm.compare.report import Options, Report
 
+_MOST_SEEDS = 1000  # as a number: a seed that was meant as one of a list is larger
 _NEEDS = (
     "compare needs a config and policies: rllib-llm compare quickstart --policies bf16,unified-fp8 --seeds 5"
 )
@@ -165,8 +166,8 @@ def _seeds(text: str, first: int) -> tuple[int, ...]:
         raise UsageError(f"--seeds {text}: a number of seeds, or seeds with commas between them.") from None
     if "," in text:
         return tuple(numbers)
-    if not numbers or numbers[0] < 1:
-        raise UsageError(f"--seeds {text}: at least 1.")
+    if not numbers or not 1 <= numbers[0] <= _MOST_SEEDS:
+        raise UsageError(f"--seeds {text}: at least 1 and at most {_MOST_SEEDS}, or a list of seeds.")
     return tuple(range(first, first + numbers[0]))
 
 

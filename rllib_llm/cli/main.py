@@ -82,6 +82,7 @@ def _input_errors() -> tuple[type[Exception], ...]:
     from rllib_llm.envs import EnvConfigError
     from rllib_llm.experiment import ExperimentError
     from rllib_llm.models.architecture import ArchitectureError
+    from rllib_llm.models.paths import ModelPathError
     from rllib_llm.models.safetensor_files import CheckpointError
     from rllib_llm.registry.errors import RegistryError
     from rllib_llm.tracking.store import TrackingUnavailableError
@@ -95,6 +96,7 @@ def _input_errors() -> tuple[type[Exception], ...]:
         FiguresUnavailableError,
         ExperimentError,
         ArchitectureError,
+        ModelPathError,
         CheckpointError,
         EnvConfigError,
         EngineUnavailableError,

@@ -55,9 +55,13 @@ class Plan:
         problems: list[str] = [] if len(self.arms) == len(set(self.arms)) else [self._doubled()]
         if not self.policies:
             problems.append("policies: none given.")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+        if (
+            not self.seeds
+            or len(set(self.seeds)) < len(self.seeds)
+            or not 0 <= min(self.seeds) <= max(self.seeds) < 2**32
+        ):
             problems.append(
-                f"seeds = {list(self.seeds)} must name at least one seed, none twice and none below 0."
+                f"seeds = {list(self.seeds)} must name at least one seed, none twice, none below 0 or above 2**32 - 1."
             )
         if self.iterations < 1:
             problems.append(f"iterations = {self.iterations} must be at least 1.")

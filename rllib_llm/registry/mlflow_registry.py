@@ -57,7 +57,7 @@ class Registry:
 
     Raises:
         TrackingUnavailableError: MLflow is missing, or knows no such kind of address.
-        RegistryError: no such sqlite file.
+        RegistryError: no such sqlite file, or a database that MLflow cannot open.
     """
 
     def __init__(self, tracking_uri: str | None = None, *, create: bool = False) -> None:
@@ -75,7 +75,12 @@ class Registry:
         for name, value in MLFLOW_DEFAULTS.items():
             os.environ.setdefault(name, value)
         self.registry_uri = os.environ.get("MLFLOW_REGISTRY_URI") or self.uri
-        self.client = open_client(self.uri, self.registry_uri)
+        try:
+            self.client = open_client(self.uri, self.registry_uri)
+        except Exception as error:  # of sqlalchemy, alembic or a database's driver, which MLflow passes on
+            raise RegistryError(
+                f"the MLflow store {self.uri} cannot be opened: {type(error).__name__}: {str(error)[:300]}"
+            ) from error
 
     # ------------------------------------------------------------------ finding
 

@@ -204,7 +204,11 @@ def _read_spool(spool: Path) -> tuple[str, str, dict[str, str], list[Operation]]
     uri = experiment = ""
     run_ids: dict[str, str] = {}
     ops: list[Operation] = []
-    for number, line in enumerate(spool.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = spool.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{spool} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             if "tracking_uri" in record:

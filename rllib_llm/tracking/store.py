@@ -12,6 +12,7 @@ from typing import Any
 from rllib_llm.tracking import entries
 
 DEFAULT_STORE = "sqlite:///mlflow.db"
+_SQLITE = b"SQLite format 3\0"  # how such a file begins (sqlite.org/fileformat.html, 1.3); an empty one is a new one
 _CONTACTED_LATER = ("sqlite", "postgresql", "mysql", "mssql", "http", "https")
 # MLflow's own retries keep a request up for minutes; ours come from the delivery thread, which can be stopped. Its
 # progress bar for artefacts would be drawn over ours.
@@ -153,22 +154,25 @@ def store_address(uri: str | None) -> str:
     """The address to use for `uri`; None takes ``MLFLOW_TRACKING_URI``, else DEFAULT_STORE.
 
     Databases and servers are not contacted: one that is down now may be up when the first write is delivered. Raises
-    TrackingUnavailableError for an address of any other kind that MLflow cannot use, and for a sqlite file where none
-    can be written: no later write could succeed.
+    TrackingUnavailableError for an address of any other kind that MLflow cannot use, for a database whose driver is not
+    installed, and for a sqlite file where none can be written: no later write could succeed.
     """
     require_mlflow()
     address = resolve_uri(uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_STORE)
     scheme = address.partition("://")[0] if "://" in address else ""
-    if scheme.partition("+")[0] in _CONTACTED_LATER:
-        _require_place(address)
-        return address
     try:
-        open_client(address)
+        if scheme.partition("+")[0] not in _CONTACTED_LATER:
+            open_client(address)
+        elif not scheme.startswith("http"):
+            import sqlalchemy
+
+            sqlalchemy.create_engine(address)  # looks for the database's driver, contacts nothing
     except Exception as error:
         raise TrackingUnavailableError(
             f"tracking.uri = {address!r}: MLflow cannot use it ({str(error).strip().splitlines()[0][:300]}). Give a "
             "database (sqlite:///mlflow.db) or a server (http://host:port), or set tracking.enabled=false."
         ) from error
+    _require_place(address)
     return address
 
 
@@ -178,6 +182,12 @@ def _require_place(address: str) -> None:
     file = Path(address.removeprefix("sqlite:///").partition("?")[0])
     place = next(path for path in (file, *file.parents) if path.exists())
     if place == file and place.is_file() and os.access(place, os.W_OK):
+        with place.open("rb") as opened:
+            if opened.read(len(_SQLITE)) not in (b"", _SQLITE):
+                raise TrackingUnavailableError(
+                    f"tracking.uri = {address!r}: {file} is not a sqlite database. Name another file, or set "
+                    "tracking.enabled=false."
+                )
         return
     if place == file or not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise TrackingUnavailableError(

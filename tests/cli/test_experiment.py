@@ -74,6 +74,9 @@ def test_every_problem_is_listed_with_key_closest_key_and_type(config_file):
     ("text", "expected"),
     [
         ("a: [1", "not valid YAML"),
+        ("train:\n\tlr: 1", "not valid YAML"),
+        ("train: {lr: 1}\ntrain: {lr: 2}", "duplicate key train"),
+        (b"\xff\xfe", "cannot be read as UTF-8 text"),
         ("- 1\n- 2\n", "must hold a mapping"),
         ("train: {lr: '${nowhere}'}", "nowhere"),
     ],
@@ -81,7 +84,7 @@ def test_every_problem_is_listed_with_key_closest_key_and_type(config_file):
 def test_unreadable_files_are_refused_by_name(tmp_path, text, expected):
     """A file that is no YAML mapping, or refers to a key that is not there, is refused with the file's name."""
     file = tmp_path / "broken.yaml"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ExperimentError, match=r"broken\.yaml") as caught:
         load_experiment(file)
     assert expected in str(caught.value)
@@ -139,6 +142,14 @@ def test_a_value_that_is_no_yaml_is_one_problem_of_many(config_file):
     assert first.startswith("'run.stop={a:': the value is not YAML")
     assert second.startswith("'1}' is not an override")
     assert third == "train.lr = 'fast' must be float."
+
+
+def test_a_part_of_a_list_cannot_be_overridden(tmp_path):
+    """OmegaConf would raise a TypeError without a word of what to write instead."""
+    file = tmp_path / "c.yaml"
+    file.write_text("model: tiny-chain\ntrain: {betas: [0.9, 0.99]}\n")
+    with pytest.raises(ExperimentError, match=r"give it whole: key='\[0\.9, 0\.99\]'"):
+        load_experiment(file, ["train.betas[0]=1"])
 
 
 def test_nan_is_no_value(config_file):

@@ -4,6 +4,7 @@ import argparse
 import json
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -66,7 +67,12 @@ def test_every_command_has_help(capsys):
             "tracking.uri = 'htp://host:5000': MLflow cannot",
         ),
         (["config", "keys", "zzz"], "no key begins with 'zzz'"),
-        (["tracking", "send", "/nowhere.jsonl"], "nowhere.jsonl"),
+        (["tracking", "send", "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
+        (["tracking", "send", "/"], "/ cannot be read"),
+        (["tracking", "send", sys.executable], "cannot be read: 'utf-8'"),
+        (["policy", "plan", "bf16", "--model", "nowhere"], "model='nowhere': no directory"),
+        (["models", "list", "--tracking-uri", f"sqlite:///{sys.executable}"], "is not a sqlite database"),
+        (["train", "quickstart", "tracking.uri=oracle://host/db"], "MLflow cannot use it"),
     ],
 )
 def test_bad_input_is_refused_in_words(arguments, words, capsys, tmp_path, monkeypatch):

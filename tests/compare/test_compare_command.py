@@ -183,6 +183,8 @@ def test_a_comparison_under_way_is_not_resumed_beside_itself(resumed, capsys):
         (["quickstart", "--policies", "bf16", "--seeds=0,-1"], "none below 0"),
         (["quickstart", "--policies", "bf16", "--margin", "7", "--target", "nan"], "2 problems"),
         (["quickstart", "--policies", "bf16", "--seeds", "0"], "--seeds 0: at least 1"),
+        (["quickstart", "--policies", "bf16", "--seeds", "99999999999"], "at most 1000, or a list"),
+        (["quickstart", "--policies", "bf16", "--seeds", "0,4294967296"], "or above 2**32 - 1"),
         (["quickstart", "--policies", "bf16", "--seeds", "3,3"], "none twice"),
         (["quickstart", "--policies", "bf16", "--baseline", "fp16"], "--baseline fp16"),
         (["quickstart", "--policies", "bf16", "train.lr=-1", "rollout.top_p=0"], "2 problems"),

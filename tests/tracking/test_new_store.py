@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from rllib_llm.registry.errors import RegistryError
+from rllib_llm.registry.mlflow_registry import Registry
 from rllib_llm.tracking.store import TrackingUnavailableError, store_address
 
 _OPEN = "import sys; from rllib_llm.tracking.store import open_client; open_client(sys.argv[1]).search_experiments()"
@@ -28,3 +30,25 @@ def test_a_database_that_can_never_be_written_is_refused_at_the_start(tmp_path):
     for place in ("file", "new/mlflow.db", "directory/mlflow.db?timeout=3"):
         store_address(f"sqlite:///{tmp_path}/{place}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "file"]
+
+
+def test_what_is_no_database_is_refused_before_anything_is_written_to_it(tmp_path):
+    """A text file, and a kind of database whose driver is not installed; an empty file becomes a database."""
+    text = tmp_path / "notes.txt"
+    text.write_text("do not lose me")
+    with pytest.raises(TrackingUnavailableError, match=r"notes\.txt is not a sqlite database"):
+        store_address(f"sqlite:///{text}")
+    with pytest.raises(TrackingUnavailableError, match="MLflow cannot use it"):
+        store_address("mssql+nosuchdriver://host/db")
+    assert text.read_text() == "do not lose me"
+
+
+def test_a_database_that_mlflow_cannot_open_is_an_error_of_the_registry(tmp_path):
+    """Tables of another program's migrations: alembic's error is kept, its traceback is not shown."""
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "other.db") as database:
+        database.execute("create table alembic_version(version_num varchar)")
+        database.execute("insert into alembic_version values ('another')")
+    with pytest.raises(RegistryError, match=r"other\.db cannot be opened: CommandError: .*'another'"):
+        Registry(f"sqlite:///{tmp_path}/other.db")
