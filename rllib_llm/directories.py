@@ -41,7 +41,8 @@ def new_directory(experiment: Experiment, policy: str) -> Path:
 def only_here(directory: Path) -> Iterator[None]:
     """Holds `directory` for this process: two that trained in it would write into each other's curves and checkpoints.
 
-    Raises ExperimentError where another process holds it. The hold ends with the process, however that ends.
+    Raises ExperimentError where another process holds it, and where nothing can be written. The hold ends with the
+    process, however that ends.
     """
     from filelock import FileLock, Timeout
 
@@ -51,6 +52,9 @@ def only_here(directory: Path) -> Iterator[None]:
     except Timeout:
         problem = "another process is at work here; wait for its end, or end it."
         raise ExperimentError(str(directory), [problem]) from None
+    except OSError as error:
+        problem = f"the directory cannot be worked in: {error}."
+        raise ExperimentError(str(directory), [problem]) from error
     try:
         yield
     finally:
@@ -74,7 +78,7 @@ def _iteration(path: Path) -> int | None:
     try:
         verify_files(str(path))
         return int(read_metadata(str(path))["training_iteration"])
-    except CheckpointError:
+    except (CheckpointError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -123,6 +127,19 @@ def find_resumable(path: str | Path, overrides: list[str]) -> tuple[Experiment, 
 
 
 def earlier_run_ids(directory: Path) -> dict[str, str]:
-    """MLflow run ids of the earlier part of a resumed experiment; empty where it was not tracked."""
+    """MLflow run ids of the earlier part of a resumed experiment; empty where it was not tracked.
+
+    Raises ExperimentError where the file that holds them is damaged.
+    """
     file = directory / TRACKING_FILE
-    return json.loads(file.read_text(encoding="utf-8"))["run_ids"] if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["run_ids"]
+        if isinstance(found, dict) and all(isinstance(run_id, str) for run_id in found.values()):
+            return found
+        reason = f"run_ids = {str(found)[:80]}"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    problem = f"holds no MLflow run ids ({reason}). Delete it to go on in new MLflow runs."
+    raise ExperimentError(str(file), [problem])

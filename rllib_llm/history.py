@@ -40,15 +40,16 @@ def read_history(directory: Path) -> list[dict[str, float]]:
     """Rows in order of iteration; of an iteration that was repeated after a resume, the later row counts.
 
     A line without its end, as a process leaves it that is ended while it writes, is left out: its iteration comes after
-    the last checkpoint and is trained again.
+    the last checkpoint and is trained again. So is any other line that is no row: a curve is looked at when training is
+    over, and must not take its outcome away.
     """
     rows: dict[int, dict[str, float]] = {}
     path = directory / FILE
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+                rows[int(row["training_iteration"])] = row
+            except (ValueError, TypeError, KeyError):
                 continue
-            rows[int(row["training_iteration"])] = row
     return [rows[iteration] for iteration in sorted(rows)]

@@ -70,14 +70,18 @@ def _open(path: str, filesystem: Any) -> tuple[Any, pathlib.PurePosixPath]:
 
 
 def read_metadata(path: str, filesystem: Any = None) -> dict[str, Any]:
-    """The METADATA_KEY part of a checkpoint. Raises CheckpointError if there is none."""
+    """The METADATA_KEY part of a checkpoint. Raises CheckpointError where there is none, or no mapping."""
     fs, root = _open(path, filesystem)
     file = (root / METADATA_FILE).as_posix()
     if fs.get_file_info(file).type == pyarrow.fs.FileType.NotFound:
         raise CheckpointError(f"{root} is not a checkpoint: {METADATA_FILE} is missing.")
     with fs.open_input_stream(file) as stream:
-        metadata = json.loads(stream.read())
-    if METADATA_KEY not in metadata:
+        text = stream.read()
+    try:
+        metadata = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{root} is damaged: {METADATA_FILE} is no JSON ({error}).") from error
+    if not isinstance(metadata, dict) or not isinstance(metadata.get(METADATA_KEY), dict):
         raise CheckpointError(
             f"{root} was not written by rllib_llm: {METADATA_FILE} has no {METADATA_KEY!r} entry."
         )
@@ -132,9 +136,12 @@ def _sizes_written(fs: Any, root: pathlib.PurePosixPath) -> dict[str, int]:
     with fs.open_input_stream(file) as stream:
         text = stream.read()
     try:
-        return json.loads(text)
+        sizes = json.loads(text)
     except ValueError as error:
         raise CheckpointError(f"checkpoint {root} is incomplete: {SIZES_FILE} is cut off.") from error
+    if not isinstance(sizes, dict):
+        raise CheckpointError(f"checkpoint {root} is damaged: {SIZES_FILE} holds no sizes of files.")
+    return sizes
 
 
 def refuse_other_policy(saved: dict[str, Any], policy: PrecisionPolicy, allow: bool, path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,16 @@ from rllib_llm.algorithm.fleet import call_runners, runner_ids
 
 __all__ = ["Durable"]
 
+# what reading a damaged pickle or msgpack can raise (documentation of pickle, "Unpickler.load")
+_UNPICKLING = (
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    ImportError,
+    IndexError,
+    KeyError,
+    ValueError,
+)
 _STATE_KEY = "rllib_llm"
 
 
@@ -65,7 +76,7 @@ class Durable(Algorithm):
         """Restores, checks that the learners hold what was saved, and pushes the weights to every runner.
 
         Raises PrecisionChangeError for a checkpoint of another policy (unless allowed), CheckpointError for an
-        incomplete one.
+        incomplete or damaged one.
         """
         path = path if filesystem is not None else absolute(path)
         same_policy, saved = True, None
@@ -74,7 +85,13 @@ class Durable(Algorithm):
             saved = read_metadata(path, filesystem)
             allow = self.settings.precision.allow_precision_change
             same_policy = refuse_other_policy(saved, self.settings.policy, allow, path)
-        super().restore_from_path(path, *args, component=component, filesystem=filesystem, **kwargs)
+        try:
+            super().restore_from_path(path, *args, component=component, filesystem=filesystem, **kwargs)
+        except _UNPICKLING as error:
+            raise CheckpointError(
+                f"checkpoint {path} cannot be restored ({type(error).__name__}: {error}): its files are not those that "
+                "were written, or it was written with other versions of Ray or rllib_llm. Go on from an earlier one."
+            ) from error
         if saved is not None and same_policy:
             self._assert_restored(saved["learner_digest"], path)
         self._after_restore()

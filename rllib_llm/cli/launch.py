@@ -80,8 +80,8 @@ def _run(
     checkpoint: Path | None,
 ) -> Outcome:
     """Train in a directory that nobody else works in, on a Ray that runs."""
-    write_whole(directory / EXPERIMENT_FILE, experiment.to_yaml())
     tracking = _tracking(experiment, directory)
+    write_whole(directory / EXPERIMENT_FILE, experiment.to_yaml())
     _say(f"training {experiment.name!r} under policy {policy.name} (fingerprint {policy.fingerprint[:16]})")
     _say(f"  results   {directory}")
     _say(

@@ -73,7 +73,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
 def _input_errors() -> tuple[type[Exception], ...]:
     """Errors that say what is wrong with the input; everything else is a bug and keeps its traceback."""
     from precision_policies import PolicyError
-    from rllib_llm.algorithm.checkpoint import PrecisionChangeError
+    from rllib_llm.algorithm.checkpoint import CheckpointError as TrainedCheckpointError
     from rllib_llm.algorithm.placement import PlacementError
     from rllib_llm.cli.cluster import RayUnavailableError
     from rllib_llm.compare.curves import CurvesError
@@ -89,7 +89,7 @@ def _input_errors() -> tuple[type[Exception], ...]:
 
     return (
         PolicyError,
-        PrecisionChangeError,
+        TrainedCheckpointError,
         PlacementError,
         RayUnavailableError,
         CurvesError,

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from mlflow import MlflowClient
 
 from rllib_llm.cli import main
-from rllib_llm.directories import only_here
+from rllib_llm.directories import find_checkpoint, only_here
 from rllib_llm.history import read_history
 
 EVALUATED = "evaluation/env_runners/episode_return_mean"
@@ -126,6 +127,17 @@ def test_eval_reports_a_checkpoint(interrupted, capsys):
     assert re.search(r"mean reward +[\d.]+", out)
     assert re.search(r"answers +3\b", out)
     assert "unified-fp8" in out
+
+
+@pytest.mark.parametrize("file", ["algorithm_state.pkl", "learner_group/learner/state.pkl"])
+def test_a_checkpoint_of_changed_bytes_is_not_evaluated(interrupted, file, tmp_path, capsys):
+    """A file of the right size and other content ends with status 2, and says that the checkpoint is damaged."""
+    checkpoint = shutil.copytree(find_checkpoint(interrupted[0]), tmp_path / "checkpoint_000000")
+    (tmp_path / "experiment.yaml").write_bytes((interrupted[0] / "experiment.yaml").read_bytes())
+    content = (checkpoint / file).read_bytes()
+    (checkpoint / file).write_bytes(b"\xd7" * len(content))
+    assert main(["eval", str(checkpoint), "--prompts", "2"]) == 2
+    assert "cannot be restored (UnpicklingError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
