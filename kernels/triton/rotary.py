@@ -94,8 +94,8 @@ def _joint_kernel(
     else:
         columns = tl.arange(0, WIDTH)[None, :]
         inside = (tokens < T)[:, None] & (columns < D)
-        row = tl.load(v + tokens[:, None] * v_t + (head - H - HKV) * v_h + columns, inside)
-        tl.store(out + tokens[:, None] * out_t + head * D + columns, row, inside)
+        copied = tl.load(v + tokens[:, None] * v_t + (head - H - HKV) * v_h + columns, inside)
+        tl.store(out + tokens[:, None] * out_t + head * D + columns, copied, inside)
 
 
 @torch.library.custom_op("precision_kernels::rotary_joint", mutates_args=())
