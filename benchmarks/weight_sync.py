@@ -234,11 +234,20 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             } | {key: statistics.median(p[key] for p in kept) for key in kept[0]}  # fmt: skip
             print(json.dumps(row), flush=True)
             rows.append(row)
+            save(args, rows)
         bench.holder.process.kill()
         del bench
         if args.device == "cuda":
             torch.cuda.empty_cache()
     return rows
+
+
+def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write what is known so far: a run that is cut short keeps its rows."""
+    if args.out:
+        machine = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+        result = {"machine": machine, "torch": torch.__version__, "shape": args.shape, "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measure_reload(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -304,11 +313,7 @@ def main() -> None:
     parser.add_argument("--reload", action="store_true", help="measure stock vLLM's reload_weights instead")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = measure_reload(args) if args.reload else measure(args)
-    if args.out:
-        machine = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-        result = {"machine": machine, "torch": torch.__version__, "shape": args.shape, "rows": rows}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    save(args, measure_reload(args) if args.reload else measure(args))
 
 
 if __name__ == "__main__":
