@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PolicyError, Violation
-from .loading import available, is_path, load_policy, parse_yaml
+from .loading import available, is_path, load_policy, read_file
 from .plan import ModulePlan, Plan
 from .policy import PrecisionPolicy
 
@@ -115,7 +115,7 @@ def _check(args: argparse.Namespace) -> int:
 def _policy_of(source: str) -> tuple[PrecisionPolicy, str | None]:
     """The policy of a policy file or training config, and the latter's model if it names one."""
     if is_path(source) and Path(source).is_file():
-        data = parse_yaml(Path(source).read_text(encoding="utf-8"), source)
+        data = read_file(Path(source))
         if "precision" in data:
             model = data.get("model")
             named = model.get("path") if isinstance(model, dict) else model
@@ -182,7 +182,10 @@ def _graph(args: argparse.Namespace) -> int:
     from .graph_compare import compare
 
     policy, config = load_policy(args.policy), _model_config(args.model, args.model_path)
-    print(f"wrote {draw(policy, config, args.output, args.layer)}")
+    try:
+        print(f"wrote {draw(policy, config, args.output, args.layer)}")
+    except OSError as error:
+        raise _unwritable(args.output, error) from error
     differences = compare(policy, config)
     if not differences:
         print("every operator and tensor of the rollout is in the training forward")
@@ -202,11 +205,20 @@ def _schema(args: argparse.Namespace) -> int:
 
     text = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
     if args.output:
-        Path(args.output).write_text(text, encoding="utf-8")
+        try:
+            Path(args.output).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(args.output, error) from error
         print(f"wrote {args.output}; in a policy file: # yaml-language-server: $schema={args.output}")
     else:
         print(text, end="")
     return 0
+
+
+def _unwritable(output: str, error: OSError) -> PolicyError:
+    return PolicyError(
+        "output", [Violation("output", output, f"cannot be written: {error}", "name another file")]
+    )
 
 
 def _model_config(source: str, model_path: Resolver) -> dict[str, Any]:

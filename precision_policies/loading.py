@@ -90,14 +90,15 @@ def _locate(source: str, folder: Path, subject: str, key: str) -> Path:
 
 @functools.cache
 def _read_shipped(path: Path) -> dict[str, Any]:
-    return _read_file(path)  # never changed by those who get it: `migrate` and `_merge` copy
+    return read_file(path)  # never changed by those who get it: `migrate` and `_merge` copy
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return _read_shipped(path) if path in available().values() else _read_file(path)
+    return _read_shipped(path) if path in available().values() else read_file(path)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """`parse_yaml` of a file. Raises PolicyError, also where it cannot be read."""
     try:
         if path.stat().st_size > MAX_BYTES:
             violation = Violation(

@@ -24,7 +24,7 @@ def add_all(subparsers: Any) -> None:
     _add_train(subparsers)
     _add_eval(subparsers)
     add_compare_parsers(subparsers)
-    add_policy_parser(subparsers, _model_path)
+    add_policy_parser(subparsers, _model_path, _config_path)
     _add_config(subparsers)
     _add_envs(subparsers)
     add_mismatch_parser(subparsers)
@@ -35,7 +35,16 @@ def add_all(subparsers: Any) -> None:
 def _model_path(model: str) -> Path:
     from rllib_llm.models.paths import resolve_model_path
 
-    return resolve_model_path(model)
+    return (
+        Path(model) if Path(model).is_file() else resolve_model_path(model)
+    )  # a config.json may stand alone
+
+
+def _config_path(name: str) -> str:
+    """The file of a shipped config; any other name as it is."""
+    from rllib_llm.experiment_file import shipped_experiments
+
+    return str(shipped_experiments().get(name, name))
 
 
 def new_parser(subparsers: Any, name: str, summary: str, examples: str) -> argparse.ArgumentParser:

@@ -109,6 +109,17 @@ def test_config_show_prints_what_loads_again(capsys, tmp_path):
     assert "lr: 0.0002" in text
 
 
+def test_policy_commands_take_a_config_by_name_and_a_config_json(capsys):
+    """`policy check` knows shipped configs and their models; `--model` takes a config.json, as its help says."""
+    assert main(["policy", "check", "quickstart"]) == 0
+    assert "plan on tiny-chain" in capsys.readouterr().out
+    config = str(resolve_model_path("tiny-chain") / "config.json")
+    assert main(["policy", "plan", "unified-fp8", "--model", config]) == 0
+    assert "plan hash" in capsys.readouterr().out
+    assert main(["policy", "check", "quickstrt"]) == 2
+    assert "'quickstrt': no such policy" in capsys.readouterr().err
+
+
 def test_lists_name_what_there_is(capsys):
     """`config list`, `config keys` and `envs list` name the shipped configs, keys with types, and environments."""
     assert main(["config", "list"]) == 0

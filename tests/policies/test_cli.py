@@ -152,3 +152,13 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         run(command, "--help")
     assert status.value.code == 0
     assert len(capsys.readouterr().out.splitlines()) >= 4
+
+
+def test_files_that_cannot_be_read_or_written_are_violations(model: Path, tmp_path: Path) -> None:
+    """A file that is no text, and an output below a directory that is not there."""
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(PolicyError, match=r"binary\.yaml': cannot be read"):
+        run("check", tmp_path / "binary.yaml")
+    for command in (["schema"], ["graph", "bf16", "--model", model]):
+        with pytest.raises(PolicyError, match=r"x\.svg': cannot be written"):
+            run(*command, "-o", tmp_path / "nowhere" / "x.svg")
