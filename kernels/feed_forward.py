@@ -1,8 +1,8 @@
 """The gated feed-forward block of training, down(silu(gate(x)) * up(x)), where all its GEMMs are fp8.
 
 Forward bits and gradients are those of `linears`, `silu_mul`, `linear` one after the other. As one function, SiLU
-hands its results to the next GEMMs as codes in both directions: the product of the forward and, in the backward, the
-gradients of gate and up are rounded to x's dtype, but never written in it.
+hands its results to the next GEMMs as codes in both directions: the product is rounded to x's dtype, but never written
+in it, and the gradients of gate and up lie side by side, as their joint GEMMs read them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from precision_kernels.reference import exact
-from precision_kernels.triton import numerics, packed, packed_activation
+from precision_kernels.triton import numerics, packed
 from tests.edge_cases import assert_same_bits, generator, normal
 
 pytestmark = pytest.mark.gpu
@@ -112,23 +112,6 @@ def test_silu_of_every_bf16():
     expected = (g.float() / exact.exp(-g.float()).add_(1.0)).to(torch.bfloat16)
     actual = activation.silu_mul(g.to(CUDA), torch.ones_like(g, device=CUDA))
     assert_same_bits(actual, expected)
-
-
-@triton.jit
-def _sigmoid_kernel(mismatches, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    g = (at << 16).to(tl.float32, bitcast=True)
-    denominator = numerics.exp(-g) + 1.0
-    expected = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), denominator)
-    actual = packed_activation.sigmoid(g)
-    different = actual.to(tl.int32, bitcast=True) != expected.to(tl.int32, bitcast=True)
-    wrong = different & ((actual == actual) | (expected == expected))
-    tl.atomic_add(mismatches, tl.sum(wrong.to(tl.int32), 0))
-
-
-def test_sigmoid_of_every_bf16():
-    """`packed_activation.sigmoid` is the IEEE quotient in fp32 for all 65 536 inputs."""
-    assert _count(_sigmoid_kernel, (2**16 // 1024,), BLOCK=1024) == 0
 
 
 @triton.jit
