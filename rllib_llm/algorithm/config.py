@@ -240,6 +240,9 @@ class GRPOConfig(AlgorithmConfig):
             super().validate()
         except ValueError as error:
             violations.append(str(error).split("\nTo suppress all validation errors")[0])
+        except TypeError:  # RLlib computes with values that our rules have refused
+            if not violations:
+                raise
         if violations:
             lines = "\n".join(f"  {i}. {text}" for i, text in enumerate(violations, 1))
             raise ValueError(f"{type(self).__name__}: {len(violations)} problem(s)\n{lines}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,13 @@ class Durable(Algorithm):
 
     env_state: dict[int, Any] | None = None
     """runner -> its environments' state (each has its own curriculum) as last saved or restored"""
+
+    @classmethod
+    def from_checkpoint(cls, path: Any, filesystem: Any = None, **kwargs: Any) -> Any:
+        """A new algorithm from a checkpoint. Relative paths are taken from the working directory."""
+        if filesystem is None and isinstance(path, (str, pathlib.Path)):
+            path = absolute(path)
+        return super().from_checkpoint(path, filesystem, **kwargs)
 
     def get_metadata(self) -> dict[str, Any]:
         answers = list(self.learner_group.foreach_learner(_digest))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +161,7 @@ def _rollout(rollout: RolloutSettings) -> list[str]:
             f"rollout_config.min_new_tokens = {rollout.min_new_tokens} with max_turns = {rollout.max_turns}: "
             "the learner cannot tell where an answer begins when an environment adds nothing between two; use one."
         )
-    return v + _distribution(rollout) + _engine_on_cpu(rollout)
+    return v + _distribution(rollout) + _engine(rollout) + _engine_on_cpu(rollout)
 
 
 def _distribution(rollout: RolloutSettings) -> list[str]:
@@ -184,6 +186,30 @@ def _distribution(rollout: RolloutSettings) -> list[str]:
             "answer; set eval_temperature > 0 or eval_samples = 1."
         )
     return v
+
+
+def _engine(rollout: RolloutSettings) -> list[str]:
+    """An engine that there is none of, and options that its constructor does not take."""
+    from rllib_llm.engines.factory import ENGINES
+
+    if rollout.engine not in ENGINES:
+        near = closest(rollout.engine, ENGINES)
+        return [f"rollout_config.engine = {rollout.engine!r} must be one of {', '.join(ENGINES)}{near}."]
+    module, name = ENGINES[rollout.engine]
+    try:
+        taken = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
+    except ImportError:
+        return []  # said by `preflight`, where it is used
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+        return []
+    options = [p.name for p in taken if p.kind is p.KEYWORD_ONLY]
+    elsewhere = ("num_gpus", "num_cpus")  # `placement` says what to set instead, for every engine
+    start, end = "rollout_config.engine_options has no", f"for engine {rollout.engine!r}"
+    return [
+        f"{start} {option!r} {end}{closest(str(option), options)}; it takes {', '.join(options)}."
+        for option in rollout.engine_options
+        if option not in options and option not in elsewhere
+    ]
 
 
 def _engine_on_cpu(rollout: RolloutSettings) -> list[str]:
@@ -217,6 +243,9 @@ def _training(config: GRPOConfig, grpo: GRPOSettings, rollout: RolloutSettings) 
             f"{rollout.prompts_per_iteration} x {rollout.group_size} = {samples}, or steps would weigh "
             "samples unequally."
         )
+    numbers = _rllibs_numbers(config)
+    if any(type(n) is not int for n in (config.num_learners, config.num_env_runners)):
+        return v + numbers + _optimiser(grpo)  # the rest would compare with them
     learners = max(1, config.num_learners)
     if steps >= 1 and samples < learners * steps:
         v.append(
@@ -232,7 +261,7 @@ def _training(config: GRPOConfig, grpo: GRPOSettings, rollout: RolloutSettings) 
             f"grpo.overlong_buffer = {grpo.overlong_buffer} must be between 0 and rollout_config.max_new_tokens = "
             f"{rollout.max_new_tokens}."
         )
-    return v + _rllibs_numbers(config) + _optimiser(grpo)
+    return v + numbers + _optimiser(grpo)
 
 
 def _optimiser(grpo: GRPOSettings) -> list[str]:
@@ -256,8 +285,12 @@ def _optimiser(grpo: GRPOSettings) -> list[str]:
 
 def _rllibs_numbers(config: GRPOConfig) -> list[str]:
     """RLlib's own settings that it takes as they are, and that would end, or spoil, a run later."""
-    v, lr, clip, seed = [], config.lr, config.grad_clip, config.seed
-    scheduled = isinstance(lr, (list, tuple))  # RLlib's own kind of schedule, which RLlib checks
+    v: list[str] = []
+    lr: Any = config.lr
+    clip, seed = config.grad_clip, config.seed
+    scheduled = isinstance(lr, (list, tuple))  # RLlib's own kind of schedule, which RLlib checks further
+    if scheduled and any(not isinstance(point, (list, tuple)) or len(point) != 2 for point in lr):
+        v.append(f"lr = {lr!r} must be a schedule of pairs [timestep, learning rate], or a number.")
     if not scheduled and not _number(lr, at_least=0.0):
         v.append(f"lr = {lr!r} must be a finite number >= 0.")
     if clip is not None and (not _number(clip, at_least=0.0) or clip == 0):
@@ -265,10 +298,11 @@ def _rllibs_numbers(config: GRPOConfig) -> list[str]:
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**32):
         v.append(f"seed = {seed!r} must be a whole number from 0 to 2**32 - 1 (numpy takes no other).")
     for key in ("num_learners", "num_env_runners"):
-        if getattr(config, key) < 0:
-            v.append(f"{key} = {getattr(config, key)} must be >= 0.")
-    if config.num_epochs < 1:
-        v.append(f"num_epochs = {config.num_epochs} must be at least 1.")
+        value = getattr(config, key)
+        if type(value) is not int or value < 0:
+            v.append(f"{key} = {value!r} must be a whole number >= 0.")
+    if type(config.num_epochs) is not int or config.num_epochs < 1:
+        v.append(f"num_epochs = {config.num_epochs!r} must be a whole number >= 1.")
     return v
 
 

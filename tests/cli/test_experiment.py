@@ -104,8 +104,9 @@ def test_values_out_of_range_are_listed_at_once_with_the_keys_of_the_file(config
         "run.max_minutes=-1": "run.max_minutes = -1.0 must be above 0",
         "run.keep_checkpoints=0": "run.keep_checkpoints = 0 must be at least 1",
         "run.seed=-1": "run.seed = -1 must be a whole number from 0",
-        "run.resources.num_learners=-2": "run.resources.num_learners = -2 must be >= 0",
+        "run.resources.num_learners=-2": "run.resources.num_learners = -2 must be a whole number >= 0",
         "name=../elsewhere": "name = '../elsewhere' names a directory",
+        "rollout.engine=vlm": "rollout.engine = 'vlm' must be one of torch, vllm (closest: 'vllm')",
         "env.name=resoning_gym": "did you mean 'reasoning_gym'?",
         "precision=nope": "precision.policy: ",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +70,7 @@ def test_restored_run_continues_as_if_never_interrupted(build: Make, tmp_path: p
     expected = algo.train()
     algo.restore_from_path(path)
     again = algo.train()
-    other = GRPO.from_checkpoint(path)
+    other = GRPO.from_checkpoint(os.path.relpath(path))
     third = other.train()
     other.stop()
     for result in (again, third):
