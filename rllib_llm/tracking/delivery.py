@@ -20,6 +20,8 @@ from rllib_llm.tracking.store import MLflowStore, Operation
 
 logger = logging.getLogger(__name__)
 
+_Numbered = tuple[int, Operation]
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _MAX_WAITING = 20_000  # operations; one iteration is one or two, so this is hours of a store that is away
 
@@ -62,7 +64,8 @@ class Delivery:
         self._store = store
         self._spool = spool
         self._max_waiting = max_waiting
-        self._waiting: deque[Operation] = deque()
+        self._waiting: deque[_Numbered] = deque()
+        self._next = time.time_ns()  # of the next operation: above every number of an earlier process
         self._changed = threading.Condition()
         self._closing = False
         self._hurry = False  # somebody waits: the next attempt comes now, not after the pause
@@ -81,10 +84,11 @@ class Delivery:
     def submit(self, op: Operation) -> None:
         """Queue one operation; returns at once."""
         with self._changed:
+            numbered, self._next = (self._next, op), self._next + 1
             if len(self._waiting) >= self._max_waiting:
-                self._write_spool([op])
+                self._write_spool([numbered])
             else:
-                self._waiting.append(op)
+                self._waiting.append(numbered)
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
@@ -115,8 +119,8 @@ class Delivery:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 if self._closing:
                     return
-                op = self._waiting[0]
-            error = self._attempt(op)
+                numbered = self._waiting[0]
+            error = self._attempt(numbered[1])
             with self._changed:
                 if error is not None and not self._store.is_permanent(error):
                     self._complain(error, pause)
@@ -125,7 +129,7 @@ class Delivery:
                     self._hurry = False
                     continue
                 pause = _FIRST_PAUSE_S
-                self._settle(op, error)
+                self._settle(numbered, error)
 
     def _attempt(self, op: Operation) -> Exception | None:
         try:
@@ -136,10 +140,11 @@ class Delivery:
             return error
         return None
 
-    def _settle(self, op: Operation, error: Exception | None) -> None:
+    def _settle(self, numbered: _Numbered, error: Exception | None) -> None:
         """Take the head off the queue (unless ``close`` has taken it) and count its fate. Called with the lock held."""
-        if self._waiting and self._waiting[0] is op:
+        if self._waiting and self._waiting[0] is numbered:
             self._waiting.popleft()
+        op = numbered[1]
         if error is None:
             self._delivered += 1
             if self._complained:
@@ -163,8 +168,11 @@ class Delivery:
             )
             self._complained = True
 
-    def _write_spool(self, ops: list[Operation]) -> None:
-        """Append operations to the spool file, after one line that says which store and which runs they belong to."""
+    def _write_spool(self, ops: list[_Numbered]) -> None:
+        """Append operations to the spool file, after one line that says which store and which runs they belong to.
+
+        A queue that runs full spools what comes after what it holds, so their numbers say in which order to send.
+        """
         header = {
             "tracking_uri": self._store.uri,
             "experiment": self._store.experiment,
@@ -174,7 +182,7 @@ class Delivery:
             self._spool.parent.mkdir(parents=True, exist_ok=True)
             with self._spool.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(header) + "\n")
-                file.writelines(json.dumps(op.to_dict()) + "\n" for op in ops)
+                file.writelines(json.dumps({**op.to_dict(), "number": number}) + "\n" for number, op in ops)
             self._spooled += len(ops)
         except OSError as error:
             self._refused.append(
@@ -185,42 +193,50 @@ class Delivery:
 def send_spooled(spool: Path, tracking_uri: str | None = None, timeout_s: float = 60.0) -> DeliveryReport:
     """Deliver a spool file left by an earlier run; on success the file is renamed to ``*.sent``.
 
-    Raises ValueError naming the line where the file is not one of ours.
+    What is not delivered in `timeout_s` seconds, or at Ctrl-C, is what the file holds afterwards. Raises ValueError
+    naming the line where the file is not one of ours.
     """
     uri, experiment, run_ids, ops = _read_spool(spool)
-    delivery = Delivery(MLflowStore(tracking_uri or uri, experiment, run_ids), spool.with_suffix(".again"))
+    again = spool.with_suffix(".again")
+    again.unlink(missing_ok=True)  # of a process that was killed before it could put it in place
+    delivery = Delivery(MLflowStore(tracking_uri or uri, experiment, run_ids), again, max_waiting=len(ops))
     for op in ops:
         delivery.submit(op)
-    report = delivery.close(timeout_s)
+    try:
+        report = delivery.close(timeout_s)
+    except KeyboardInterrupt:
+        report = delivery.close(0.0)
     if report.undelivered == 0:
         spool.rename(spool.with_suffix(".sent"))
     else:
-        spool.with_suffix(".again").replace(spool)
+        again.replace(spool)
         report = DeliveryReport(report.delivered, report.refused, report.undelivered, spool)
     return report
 
 
 def _read_spool(spool: Path) -> tuple[str, str, dict[str, str], list[Operation]]:
+    """(store, experiment, run ids, operations in the order in which they were submitted)."""
     uri = experiment = ""
     run_ids: dict[str, str] = {}
-    ops: list[Operation] = []
+    ops: list[_Numbered] = []
     try:
         lines = spool.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{spool} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
+    for position, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             if "tracking_uri" in record:
                 uri, experiment = record["tracking_uri"], record["experiment"]
                 run_ids.update(record["run_ids"])
             else:
-                ops.append(Operation(record["run"], record["kind"], record["payload"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{spool}, line {number}: not a tracking operation ({error!r})") from error
+                op = Operation(record["run"], record["kind"], record["payload"])
+                ops.append((record.get("number", position), op))
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{spool}, line {position}: not a tracking operation ({error!r})") from error
     if not uri:
         raise ValueError(f"{spool} names no tracking store; it is not a file that a run has left")
-    return uri, experiment, run_ids, ops
+    return uri, experiment, run_ids, [op for _, op in sorted(ops, key=lambda numbered: numbered[0])]
 
 
 def _brief(error: Exception) -> str:

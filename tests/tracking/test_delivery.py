@@ -104,7 +104,7 @@ def test_a_refused_write_is_reported_and_does_not_hold_up_the_rest(uri, tmp_path
 
 
 def test_a_full_queue_spools_the_newest(uri, tmp_path):
-    """Beyond the limit of waiting operations, further ones go to the spool file, and the report counts them."""
+    """Beyond the limit of waiting operations, further ones go to the spool file first; sent, all arrive in order."""
     store = FlakyStore(uri, "full")
     store.away.set()
     delivery = Delivery(store, tmp_path / "unsent.jsonl", max_waiting=2)
@@ -115,6 +115,34 @@ def test_a_full_queue_spools_the_newest(uri, tmp_path):
     assert report.undelivered == 4
     kinds = [json.loads(line).get("kind") for line in (tmp_path / "unsent.jsonl").read_text().splitlines()]
     assert [kind for kind in kinds if kind] == ["metrics", "metrics", "create", "metrics"]
+    sent = send_spooled(tmp_path / "unsent.jsonl")
+    assert (sent.delivered, sent.refused) == (4, ())
+    (run,) = MlflowClient(uri).search_runs([MlflowClient(uri).get_experiment_by_name("full").experiment_id])
+    assert recorded(uri, run.info.run_id) == [(0, 0.0), (1, 0.1), (2, 0.2)]
+
+
+def test_sending_that_is_interrupted_keeps_what_is_left(uri, tmp_path, monkeypatch):
+    """Ctrl-C while the store does not answer: the file holds every write, and goes out at the next attempt."""
+    store = FlakyStore(uri, "interrupted")
+    store.away.set()
+    spool = tmp_path / "unsent.jsonl"
+    delivery = Delivery(store, spool)
+    delivery.submit(Operation("experiment", "create", {"name": "r"}))
+    delivery.submit(metric(0))
+    delivery.close(0.1)
+    flush = Delivery.flush
+
+    def interrupted(self, timeout_s):
+        if timeout_s:
+            raise KeyboardInterrupt
+        return flush(self, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Delivery, "flush", interrupted)
+        patch.setattr("rllib_llm.tracking.delivery.MLflowStore", lambda *_: store)
+        assert send_spooled(spool).undelivered == 2
+    assert not spool.with_suffix(".again").exists()
+    assert send_spooled(spool).delivered == 2
 
 
 def test_foreign_spool_file_is_refused(tmp_path):
