@@ -48,6 +48,12 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_model_l
         raise PromptError("prompts refused:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
+def refuse_params(problems: Sequence[str]) -> None:
+    """SamplingParamsError that lists `problems`, if there are any."""
+    if problems:
+        raise SamplingParamsError("sampling parameters refused:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
 def check_sampling_policy(policy: PrecisionPolicy, params: SamplingParams) -> None:
     """Refuse sampling that the policy excludes (`logprobs.temperature`, `logprobs.truncation`).
 

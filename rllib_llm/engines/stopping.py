@@ -26,6 +26,27 @@ def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> tuple[int,
     return tuple(sorted({*eos, *params.stop_token_ids}))
 
 
+def ids_of_model(eos_token_id: int | Sequence[int], vocab: int) -> tuple[int, ...]:
+    """The option `eos_token_id` of an engine as ids; ValueError if the model, which has `vocab` ids, lacks one."""
+    ids = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+    if not all(0 <= t < vocab for t in ids):
+        raise ValueError(f"eos_token_id={eos_token_id}: the model's ids are 0 to {vocab - 1}")
+    return ids
+
+
+def stop_id_problems(params: SamplingParams, eos_token_ids: Iterable[int], vocab: int) -> list[str]:
+    """What is wrong with the ids that end a completion of a model that has `vocab` ids; empty if nothing."""
+    problems = []
+    outside = [t for t in params.stop_token_ids if t >= vocab]
+    if outside:
+        problems.append(f"stop_token_ids={outside}: outside the vocabulary, whose ids are below {vocab}")
+    if params.min_tokens and len(stop_ids(params, eos_token_ids)) - len({*outside}) >= vocab:
+        problems.append(
+            f"min_tokens={params.min_tokens}: every id ends a completion, so none is left for its first tokens"
+        )
+    return problems
+
+
 class StopRule:
     """Stop ids and stop strings of one `generate` call.
 

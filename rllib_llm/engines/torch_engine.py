@@ -29,12 +29,13 @@ from rllib_llm.engines.checks import (
     check_sampling_policy,
     context_length,
     pending_of,
+    refuse_params,
     require_idle,
     require_not_paused,
 )
 from rllib_llm.engines.generation import Generation, Limits
 from rllib_llm.engines.sampler import sequence_seeds
-from rllib_llm.engines.stopping import Decoder, StopRule
+from rllib_llm.engines.stopping import Decoder, StopRule, ids_of_model, stop_id_problems
 from rllib_llm.models.causal_lm import CausalLM, build_model
 from rllib_llm.models.checkpoint import eos_token_ids, load_pretrained, load_tokenizer, model_config
 from rllib_llm.models.kv_cache import DecoderCache
@@ -89,7 +90,10 @@ class TorchEngine(RolloutEngine):
         self._path, self._config = model_config(model)
         self._model: CausalLM | None = self._first_model(load_weights, allow_other_policy)
         self._tokenizer = tokenizer
-        self._eos = eos_token_ids(self._config, self._path) if eos_token_id is None else _as_ids(eos_token_id)
+        named = eos_token_ids(self._config, self._path)
+        self._eos = (
+            named if eos_token_id is None else ids_of_model(eos_token_id, self.model.architecture.vocab)
+        )
         self.max_model_len = context_length(max_model_len, self.model.architecture.max_positions)
         self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self.kv_cache_bytes = kv_cache_bytes
@@ -210,6 +214,7 @@ class TorchEngine(RolloutEngine):
     def _check_request(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         check_sampling_policy(self.policy, params)
         check_prompts(prompts, self.model.architecture.vocab, self.max_model_len)
+        refuse_params(stop_id_problems(params, self._eos, self.model.architecture.vocab))
 
     def _generation(self, longest_prompt: int, wanted: int, params: SamplingParams) -> Generation:
         """A run without prompts yet, for at most `wanted` sequences at once."""
@@ -333,10 +338,6 @@ class TorchEngine(RolloutEngine):
             raise EngineError(
                 "the engine has no weights yet: call update_weights() with an export of the learner first"
             )
-
-
-def _as_ids(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _check_options(**values: int) -> None:

@@ -70,7 +70,10 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Any:
 
 
 def eos_token_ids(config: Any, path: Path | None) -> tuple[int, ...]:
-    """End-of-sequence ids: of generation_config.json if it names some, else of the config; () if neither does."""
+    """End-of-sequence ids: of generation_config.json if it names some, else of the config; () if neither does.
+
+    Ids beyond the vocabulary, which no completion can hold, are left out.
+    """
     found = getattr(config, "eos_token_id", None)
     generation = None if path is None else path / "generation_config.json"
     if generation is not None and generation.is_file():
@@ -78,7 +81,8 @@ def eos_token_ids(config: Any, path: Path | None) -> tuple[int, ...]:
         found = found if named is None else named
     if found is None:
         return ()
-    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    ids = tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return tuple(t for t in ids if t < config.vocab_size)
 
 
 def load_pretrained(

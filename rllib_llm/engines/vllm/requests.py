@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rllib_llm.engines.base import Completion, FinishReason, SamplingParams, SamplingParamsError
+from rllib_llm.engines.base import Completion, FinishReason, SamplingParams
+from rllib_llm.engines.checks import refuse_params
 from rllib_llm.engines.sampler import sequence_seeds
-from rllib_llm.engines.stopping import stop_ids
+from rllib_llm.engines.stopping import stop_id_problems, stop_ids
 
 Sampled = tuple[np.ndarray, np.ndarray, FinishReason]
 """Token ids int64 [L], log-probs float32 [L], "stop" or "length"."""
@@ -23,11 +24,8 @@ def check_params(params: SamplingParams, eos: Sequence[int], vocab: int, has_tok
     Raises:
         SamplingParamsError: lists all violations.
     """
-    problems = []
-    outside = [t for t in params.stop_token_ids if t >= vocab]
+    problems = stop_id_problems(params, eos, vocab)
     banned = stop_ids(params, eos)
-    if outside:
-        problems.append(f"stop_token_ids={outside}: outside the vocabulary, whose ids are below {vocab}")
     if params.min_tokens and len(banned) > MOST_BANNED_IDS:
         problems.append(
             f"min_tokens={params.min_tokens} with {len(banned)} end-of-sequence and stop ids: vLLM keeps "
@@ -35,8 +33,7 @@ def check_params(params: SamplingParams, eos: Sequence[int], vocab: int, has_tok
         )
     if params.stop and not has_tokenizer:
         problems.append(f"stop={params.stop}: needs a model directory with a tokenizer; use stop_token_ids")
-    if problems:
-        raise SamplingParamsError("sampling parameters refused:\n" + "\n".join(f"  - {p}" for p in problems))
+    refuse_params(problems)
 
 
 def request_seeds(count: int, params: SamplingParams, seeds: Sequence[int] | None) -> list[list[int]]:
