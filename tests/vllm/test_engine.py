@@ -142,13 +142,16 @@ def test_what_cannot_be_done_is_refused_by_name(qwen3: tuple[Any, Any]) -> None:
 
 
 def test_a_model_directory_starts_at_version_0_with_its_tokenizer(ray_for_engines: None) -> None:
-    """The shipped model: the torch engine and vLLM give the same greedy answers and log-probs; stop strings work."""
+    """The shipped model: the torch engine and vLLM give the same greedy answers and log-probs; stop strings work, also
+    with special tokens in them."""
     prompt = [int(t) for t in load_tokenizer("tiny-chain").encode("3+4=")]
     params = SamplingParams(max_tokens=24, temperature=0)
     with make_engine("torch", "tiny-chain", "unified-fp8") as torch_engine:
         expected = torch_engine.generate([prompt], params)[0][0]
         text = load_tokenizer("tiny-chain").decode(expected.token_ids)
         cases = [dataclasses.replace(params, stop=(text[2],), min_tokens=n) for n in (0, 2, 3, 4)]
+        assert text.endswith("<eos>")
+        cases.append(dataclasses.replace(params, ignore_eos=True, stop=(text[-6:],)))
         expected_stops = [torch_engine.generate([prompt], case)[0][0].token_ids.tolist() for case in cases]
     with start("tiny-chain", "unified-fp8") as engine:
         found = engine.generate([prompt], params)[0][0]
@@ -158,8 +161,9 @@ def test_a_model_directory_starts_at_version_0_with_its_tokenizer(ray_for_engine
     if DEVICE == "cpu":
         assert np.array_equal(found.logprobs, expected.logprobs)
     assert [c.token_ids.tolist() for c in stops] == expected_stops
-    assert len(expected_stops[0]) < len(expected_stops[-1])
-    assert stops[0].finish_reason == "stop"
+    assert len(expected_stops[0]) < len(expected_stops[3])
+    assert expected_stops[4] == expected.token_ids.tolist()
+    assert {stops[0].finish_reason, stops[4].finish_reason} == {"stop"}
 
 
 def test_options_that_decide_numerics_cannot_be_overridden() -> None:

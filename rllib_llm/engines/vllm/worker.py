@@ -161,6 +161,7 @@ class VLLMWorker:
             seed=seed,
             logprobs=0,
             detokenize=bool(params.stop),
+            skip_special_tokens=False,  # a stop string may be, or contain, a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
