@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ class Engine:
     """Fails in every step while `broken`; else does nothing."""
 
     def __init__(self) -> None:
-        self.broken, self.unfinished = True, []
+        self.broken, self.unfinished, self.steps = True, [], 0
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
         self.unfinished.append(name)
@@ -25,6 +27,7 @@ class Engine:
     def step(self) -> list[Any]:
         if self.broken:
             raise RuntimeError("no memory")
+        self.steps += 1
         return []
 
 
@@ -34,8 +37,9 @@ def failed() -> tuple[Engine, Background]:
     engine = Engine()
     background = Background(engine, lambda output: output)
     background.submit([("a", None, None), ("b", None, None)])
-    assert background._thread is not None
-    background._thread.join(10)
+    deadline = time.monotonic() + 10
+    while background._failure is None and time.monotonic() < deadline:
+        time.sleep(0.001)
     engine.broken = False
     return engine, background
 
@@ -47,7 +51,7 @@ def test_new_requests_do_not_hide_that_earlier_ones_were_lost(failed: Any) -> No
         background.submit([("c", None, None)])
     assert engine.unfinished == []
     background.submit([("d", None, None)])
-    assert background.pending == 1
+    assert background.pending == ["d"]
     background.abort(["d"])
 
 
@@ -65,5 +69,29 @@ def test_an_aborted_failure_is_forgotten(failed: Any) -> None:
     _, background = failed
     background.abort(["a", "b"])
     background.submit([("c", None, None)])
-    assert background.pending == 1
+    assert background.pending == ["c"]
     background.abort(["c"])
+
+
+def test_requests_are_stepped_while_the_thread_of_a_failure_ends() -> None:
+    """Told of a failure, a caller may submit before the operating system has ended the thread that failed."""
+    engine = Engine()
+    background = Background(engine, lambda output: output)
+    run, ended = background._run, threading.Event()
+
+    def slow_to_end() -> None:
+        run()
+        ended.wait(10)
+
+    background._run = slow_to_end  # type: ignore[method-assign]
+    background.submit([("a", None, None)])
+    with pytest.raises(EngineError, match="no memory"):
+        background.collect(5.0)
+    engine.broken = False
+    background.submit([("b", None, None)])
+    deadline = time.monotonic() + 2
+    while not engine.steps and time.monotonic() < deadline:
+        time.sleep(0.001)
+    background.abort(["b"])
+    ended.set()
+    assert engine.steps

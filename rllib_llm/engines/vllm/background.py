@@ -60,7 +60,7 @@ class Background:
             for name, prompt, params in requests:
                 self._engine.add_request(name, prompt, params)
                 self._running.add(name)
-            if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vllm-steps", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -107,11 +107,13 @@ class Background:
                 with self._changed:
                     while self._paused or not self._running:
                         if not self._changed.wait(60.0) and not self._running:
-                            return  # `submit` starts another thread
+                            self._thread = None  # `submit` starts another one
+                            return
                     self._step()
                 time.sleep(0)  # let a method that waits for the lock have it
         except BaseException as error:
             with self._changed:
+                self._thread = None
                 self._failure = error
                 running, self._running = list(self._running), set()
                 self._lost = {*running, *self._finished}
