@@ -80,7 +80,8 @@ def find_source(source: str, client: Any) -> Source:
     path = Path(source).expanduser()
     if path.exists():
         checkpoint = _only_checkpoint(path.absolute())
-        return _with_run(checkpoint, _run_of_trial(client, checkpoint.parent), client)
+        run = _run_of_trial(client, checkpoint.parent) or _run_of_experiment(client, checkpoint)
+        return _with_run(checkpoint, run, client)
     run = _trial_run(client, source)
     checkpoint = Path(run.data.tags["checkpoint"])
     if not checkpoint.is_dir():
@@ -91,11 +92,13 @@ def find_source(source: str, client: Any) -> Source:
 
 
 def _only_checkpoint(path: Path) -> Path:
-    from rllib_llm.directories import checkpoints, find_checkpoint
+    from rllib_llm.directories import checkpoints, find_checkpoint, find_experiment
     from rllib_llm.experiment import ExperimentError
 
     trials = sorted({found.parent for found in checkpoints(path)})
-    if len(trials) > 1:
+    # a run of `rllib-llm train` has a trial more for each time it was resumed, side by side in its directory
+    one_run = {trial.parent for trial in trials} == {find_experiment(path)}
+    if len(trials) > 1 and not one_run:
         lines = "\n".join(f"  - {trial}" for trial in trials)
         raise RegistryError(f"{path} holds checkpoints of {len(trials)} trials, name one of them:\n{lines}")
     try:
@@ -137,6 +140,25 @@ def _run_of_trial(client: Any, trial: Path) -> Any | None:
         return None
     found = client.search_runs(experiments, f"tags.`tune.trial_dir` = '{trial}'", max_results=1)
     return found[0] if found else None
+
+
+def _run_of_experiment(client: Any, checkpoint: Path) -> Any | None:
+    """The run of `rllib-llm train`, which goes on in the trials that resume it, by the record in its directory."""
+    from mlflow.exceptions import MlflowException
+
+    from rllib_llm.directories import earlier_run_ids, find_experiment
+    from rllib_llm.experiment import ExperimentError
+
+    directory = find_experiment(checkpoint)
+    if directory is None or directory != checkpoint.parent.parent:
+        return None
+    try:
+        run_id = earlier_run_ids(directory).get("0")
+        return client.get_run(run_id) if run_id else None
+    except ExperimentError as error:
+        raise RegistryError(str(error)) from error
+    except MlflowException:  # tracked in another store than this one
+        return None
 
 
 def _with_run(checkpoint: Path, run: Any | None, client: Any) -> Source:

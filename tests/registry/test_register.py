@@ -152,6 +152,23 @@ def test_an_experiment_with_several_trials_is_not_guessed_from(store, trained, t
     assert "2 trials" in capsys.readouterr().err
 
 
+def test_a_resumed_run_is_one_run_with_its_furthest_checkpoint(store, trained, tmp_path):
+    """Each resume is a trial of its own beside the first; the record in the directory says in which MLflow run."""
+    (tmp_path / "experiment.yaml").write_text("model: tiny-chain\n")
+    (tmp_path / "tracking.json").write_text(json.dumps({"run_ids": {"0": store.run_id}}))
+    for seconds, trial in enumerate(("z_first", "a_resumed")):
+        copy = shutil.copytree(trained.path, tmp_path / trial / "checkpoint_000000")
+        os.utime(copy, (seconds, seconds))
+    found = find_source(str(tmp_path), store.client)
+    assert found.checkpoint == tmp_path / "a_resumed" / "checkpoint_000000"
+    assert found.run_id == store.run_id
+    first = find_source(str(tmp_path / "z_first"), store.client)
+    assert (first.checkpoint.parent.name, first.run_id) == ("z_first", store.run_id)
+    (tmp_path / "tracking.json").write_text("{")
+    with pytest.raises(RegistryError, match="holds no MLflow run ids"):
+        find_source(str(tmp_path), store.client)
+
+
 def test_a_name_that_cannot_be_read_back_is_refused_with_the_alias(store, trained):
     """Both problems in one message, before anything is exported."""
     with pytest.raises(RegistryError, match=r"--name 'a/b'.*--alias 'latest'"):
