@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
