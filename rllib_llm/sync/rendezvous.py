@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistError, DistStoreError, TCPStore
@@ -54,8 +55,11 @@ class Meeting:
         except DistError as error:
             raise WeightTransportError(f"the learner's store is gone ({error})") from error
 
-    def wait(self, keys: Sequence[str], what: str) -> list[str]:
+    def wait(self, keys: Sequence[str], what: str, late: Callable[[], str] | None = None) -> list[str]:
         """Texts of `keys` once all are there.
+
+        Args:
+            what: what is waited for, for the error; `late` says it once the time is over.
 
         Raises:
             WeightTransportError: not within the timeout, the push was given up by somebody, or the store is gone.
@@ -66,6 +70,7 @@ class Meeting:
             self.check_stopped()
             left = deadline - time.monotonic()
             if left <= 0:
+                what = late() if late else what
                 raise WeightTransportError(f"{what}: nothing came within {self.timeout_s:.0f} s")
             try:
                 self.store.wait(full, timedelta(seconds=min(left, _SLICE_S)))
@@ -102,7 +107,9 @@ class Meeting:
     def report(self, phase: str, rank: int) -> None:
         """This engine has completed `phase`; returns when all have."""
         self.put(f"{phase}/{rank}")
-        self.wait([f"{phase}/go"], f"waiting for the other engines after {phase!r}")
+        self.wait(
+            [f"{phase}/go"], f"waiting for the other engines after {phase!r}", partial(self._late, phase)
+        )
 
     def refuse(self, phase: str, rank: int, why: str) -> None:
         """This engine does not go on; the push ends for all."""
@@ -117,7 +124,11 @@ class Meeting:
             WeightTransportError: some refused (each named by its rank), or did not report.
         """
         ranks = range(1, self.engines + 1)
-        texts = self.wait([f"{phase}/{r}" for r in ranks], f"waiting for engines to report {phase!r}")
+        texts = self.wait(
+            [f"{phase}/{r}" for r in ranks],
+            f"waiting for engines to report {phase!r}",
+            partial(self._late, phase),
+        )
         refused = [f"engine {r} {t}" for r, t in zip(ranks, texts, strict=True) if t != _OK]
         if refused:
             raise WeightTransportError("; ".join(refused))
@@ -128,6 +139,18 @@ class Meeting:
         for key in self._keys:
             self.store.delete_key(key)
         self._keys.clear()
+
+    def _late(self, phase: str) -> str:
+        """Who is to blame when nobody goes on after `phase`: engine and learner see the same, and either may say it."""
+        silent = [
+            str(r) for r in range(1, self.engines + 1) if not self.store.check([self._key(f"{phase}/{r}")])
+        ]
+        who = (
+            f"engine {', '.join(silent)} of {self.engines} to report"
+            if silent
+            else "the learner to go on after"
+        )
+        return f"waiting for {who} {phase!r}"
 
     def _key(self, key: str) -> str:
         full = f"{self.push}/{key}"

@@ -231,17 +231,20 @@ def test_a_source_with_other_tensors_than_announced_is_an_error(
 def test_an_engine_that_never_comes_ends_the_push(
     monkeypatch: pytest.MonkeyPatch, engines: list[Any], learner: Any, transport: Any
 ) -> None:
-    """The learner waits its timeout, names what it waited for, and the engine that came keeps its weights."""
+    """Learner and engine wait their timeout, name the engine that is missing, whoever of them is the first to lose
+    patience, and the engine that came keeps its weights."""
     monkeypatch.setattr(channels.SharedBuffer, "share", staticmethod(Handed))
     sender = WeightSender(torch.device("cpu"), "127.0.0.1", 1.0)
     offers = sender.offer(export_manifest(learner, 5), transport, ["one", "two"])
     begin = time.monotonic()
     receiving = InThread(lambda: engines[0].update_weights(offers[0]))
-    with pytest.raises(WeightTransportError, match="report 'ready': nothing came within 1 s"):
+    missing = "waiting for engine 2 of 2 to report 'ready': nothing came within 1 s"
+    with pytest.raises(WeightTransportError, match=missing):
         sender.send(offers[0].push, learner.rollout_tensors)
     receiving.join(10)
     assert time.monotonic() - begin < 10
     assert isinstance(receiving.error, WeightSyncError)
+    assert missing in str(receiving.error)
     assert engines[0].weights_version == 4
     sender.close()
 
