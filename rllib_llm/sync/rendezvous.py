@@ -94,13 +94,14 @@ class Meeting:
 
     def stop(self, why: str) -> None:
         """Give the push up for everybody. The first reason stays."""
-        if not self.store.check([self._key(_STOP)]):
+        if not self._there(_STOP):
             self.put(_STOP, why)
 
     def check_stopped(self) -> None:
         """Raises WeightTransportError if the push was given up."""
-        if self.store.check([self._key(_STOP)]):
-            raise WeightTransportError(f"the push was given up: {self.store.get(self._key(_STOP)).decode()}")
+        if self._there(_STOP):
+            why = self.store.get(self._key(_STOP)).decode()
+            raise WeightTransportError(f"the push was given up: {why}")
 
     # ------------------------------------------------------------------ an engine
 
@@ -142,15 +143,20 @@ class Meeting:
 
     def _late(self, phase: str) -> str:
         """Who is to blame when nobody goes on after `phase`: engine and learner see the same, and either may say it."""
-        silent = [
-            str(r) for r in range(1, self.engines + 1) if not self.store.check([self._key(f"{phase}/{r}")])
-        ]
+        silent = [str(r) for r in range(1, self.engines + 1) if not self._there(f"{phase}/{r}")]
         who = (
             f"engine {', '.join(silent)} of {self.engines} to report"
             if silent
             else "the learner to go on after"
         )
         return f"waiting for {who} {phase!r}"
+
+    def _there(self, key: str) -> bool:
+        try:
+            there: bool = self.store.check([self._key(key)])
+        except DistError as error:
+            raise WeightTransportError(f"the learner's store is gone ({error})") from error
+        return there
 
     def _key(self, key: str) -> str:
         full = f"{self.push}/{key}"

@@ -22,6 +22,7 @@ from rllib_llm.sync.export import export_manifest, export_weights
 from rllib_llm.sync.layout import ALIGN, buckets, nbytes, used
 from rllib_llm.sync.packed import WeightSyncError, hash_tensors
 from rllib_llm.sync.receiver import InProcessUpdate
+from rllib_llm.sync.rendezvous import Meeting, connect, serve
 from rllib_llm.sync.stream import StreamOffer, WeightSender, give_up
 from rllib_llm.sync.topology import WeightTransportError
 from rllib_llm.sync.verify import TensorSpec, WeightManifest
@@ -247,6 +248,24 @@ def test_an_engine_that_never_comes_ends_the_push(
     assert missing in str(receiving.error)
     assert engines[0].weights_version == 4
     sender.close()
+
+
+def test_a_learner_that_is_gone_is_an_error_of_the_transport() -> None:
+    """Whatever an engine asks the learner's store when that has ended, it hears why, in its own kind of error."""
+    server = serve("127.0.0.1", 5.0)
+    meeting = Meeting(connect("127.0.0.1", server.port, 5.0), "push", 2, 5.0)
+    meeting.check_stopped()
+    del server
+    calls: list[Callable[[], Any]] = [
+        lambda: meeting.poll(lambda: False, "broadcast"),
+        meeting.check_stopped,
+        lambda: meeting.report("ready", 1),
+        lambda: meeting.stop("why"),
+        lambda: meeting.wait(["key"], "waiting"),
+    ]
+    for call in calls:
+        with pytest.raises(WeightTransportError, match="the learner's store is gone"):
+            call()
 
 
 def test_a_push_can_be_given_up_from_outside(sender: WeightSender, engines: list[Any], learner: Any) -> None:
