@@ -130,7 +130,8 @@ def watch_rows(llm: Any, model: Any) -> None:
 
     @functools.wraps(sample)
     def watched(hidden_states: Any, input_batch: Any, *arguments: Any, **keywords: Any) -> Any:
-        model.below_min_tokens = functools.partial(_rows_of_v2, runner, input_batch, model)
+        if model.law.banned_ids:  # otherwise nobody asks
+            model.below_min_tokens = functools.partial(_rows_of_v2, runner, input_batch, model)
         return sample(hidden_states, input_batch, *arguments, **keywords)
 
     runner.sample = watched
