@@ -1,10 +1,9 @@
 """cuBLASLt's block-scaled FP8 GEMM for the weight gradient, behind ``reference.matmul.wgrad_fp8_matmul``.
 
 Both operands are 1x128 along the contraction (the tokens). DeepGEMM multiplies them with a kernel that adds into
-zero-filled memory; cuBLASLt (12.9 and later, Hopper only, through `torch.nn.functional.scaled_mm`) writes its result.
-Measured on an H200 at 8192 tokens (benchmarks/results/NOTES.md): the four weight gradients of a Llama-3.1-8B layer in
-3.69 ms, DeepGEMM and its zeros 4.09; the same error, 1e-7 apart. DeepGEMM stays the default: whole training steps have
-run with it only.
+memory, which has to be zero-filled for a new gradient; cuBLASLt (12.9 and later, Hopper only, through
+`torch.nn.functional.scaled_mm`) writes its result. So new gradients are cuBLASLt's, added ones DeepGEMM's: the faster
+of the two for each (benchmarks/results/NOTES.md), with the same error, 1e-7 apart.
 """
 
 from __future__ import annotations
@@ -13,14 +12,28 @@ import torch
 import torch.nn.functional as F
 
 from precision_kernels import deepgemm
-from precision_kernels.dispatch import Implementation, bind
+from precision_kernels.dispatch import Implementation
 from precision_kernels.reference.formats import BLOCK, Quantised
 from precision_kernels.reference.matmul import _expect, _same_contraction
 
-if not hasattr(F, "scaled_mm"):
-    raise ImportError(
-        f"torch {torch.__version__} has no torch.nn.functional.scaled_mm to multiply FP8 blocks with; 2.10 or later has"
-    )
+
+def _missing() -> str | None:
+    """What this GEMM needs and is not there."""
+    if not hasattr(F, "scaled_mm"):
+        return (
+            f"torch.nn.functional.scaled_mm, which torch has from 2.10 on; this is torch {torch.__version__}"
+        )
+    if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 9):
+        return f"CUDA 12.9 or later; torch was built for {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        return "a Hopper GPU; torch sees none"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return f"a Hopper GPU, not {torch.cuda.get_device_name()}"
+    return None
+
+
+if _missing():
+    raise ImportError(f"cuBLASLt's block-scaled FP8 GEMM needs {_missing()}")
 _BLOCKS = F.ScalingType.BlockWise1x128
 
 
@@ -49,10 +62,10 @@ def wgrad_fp8_matmul(dy: Quantised, x: Quantised, out: torch.Tensor | None = Non
     return _wgrad_op(deepgemm._whole_blocks(dy), dy.scales.t(), deepgemm._whole_blocks(x), x.scales.t())
 
 
-def bind_weight_gradient() -> None:
-    """Use cuBLASLt for FP8 weight gradients on CUDA, before anything ran. `bound_implementations` then says so."""
+def implementations() -> dict[str, Implementation]:
+    """The FP8 weight gradient. Its version names both libraries."""
     version = f"torch-{torch.__version__}+deep_gemm-{deepgemm.deep_gemm.__version__}"
-    bind("wgrad_fp8_matmul", "cuda", Implementation("cublaslt.wgrad_fp8_matmul", version, wgrad_fp8_matmul))
+    return {"wgrad_fp8_matmul": Implementation("cublaslt.wgrad_fp8_matmul", version, wgrad_fp8_matmul)}
 
 
-__all__ = ["bind_weight_gradient", "wgrad_fp8_matmul"]
+__all__ = ["implementations", "wgrad_fp8_matmul"]

@@ -24,7 +24,12 @@ from typing import Any
 
 PROVIDERS: dict[str, tuple[str, ...]] = {
     "cpu": ("precision_kernels.reference.provider",),
-    "cuda": ("precision_kernels.deepgemm", "precision_kernels.flash_attention", "precision_kernels.triton"),
+    "cuda": (
+        "precision_kernels.cublaslt",
+        "precision_kernels.deepgemm",
+        "precision_kernels.flash_attention",
+        "precision_kernels.triton",
+    ),
 }
 
 OPERATORS: tuple[str, ...] = (

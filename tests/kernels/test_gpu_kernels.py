@@ -23,6 +23,7 @@ def test_every_operator_is_bound_and_named():
     assert set(OPERATORS) == set(bound) - {"composition"}
     assert [k for k, v in bound.items() if v.startswith("reference.")] == ["rotary_cos_sin"]
     assert bound["block_fp8_matmul"].startswith("deepgemm.block_fp8_matmul@deep_gemm-")
+    assert bound["wgrad_fp8_matmul"].startswith("cublaslt.wgrad_fp8_matmul@torch-")
     assert bound["attention"].startswith("flash_attention_3.attention@")
 
 
