@@ -310,8 +310,12 @@ def dgrad_matmul(dy: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> t
     return dy @ w if out_dtype == dy.dtype else torch.mm(dy, w, out_dtype=out_dtype)
 
 
-def wgrad_matmul(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``reference.matmul.wgrad_matmul`` through cuBLAS: dy [M, N].T @ x [M, K] -> fp32 [N, K]."""
+def wgrad_matmul(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``reference.matmul.wgrad_matmul`` through cuBLAS: dy [M, N].T @ x [M, K] -> fp32 [N, K], added to ``out``."""
+    if out is not None and dy.dtype == torch.float32:
+        return out.addmm_(dy.t(), x)
+    if out is not None:
+        return torch.addmm(out, dy.t(), x, out_dtype=torch.float32, out=out)
     return dy.t() @ x if dy.dtype == torch.float32 else torch.mm(dy.t(), x, out_dtype=torch.float32)
 
 

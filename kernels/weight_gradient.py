@@ -67,7 +67,7 @@ def weight_gradient(
     """The function (dy, its 128x1 codes if at hand, target) -> dW fp32 [N, K] for the input that was `kept`.
 
     ``remake``: how it is made of ``tensors``, if it was not kept itself (fp8 only).
-    With a target (fp8 only) dW is added to it, and autograd gets None.
+    With a target dW is added to it, and autograd gets None.
     """
     device = tensors[0].device.type
     scale = (formats.scale_format, formats.scale_floor)
@@ -76,28 +76,35 @@ def weight_gradient(
         if remake is not None:
             x = remake.codes(tensors, formats)
         elif kind == "128x1":
-            x = Quantised(tensors[0], tensors[1], kind, formats.scale_format)
+            x = Quantised(tensors[0], tensors[1], "128x1", formats.scale_format)
         else:
             x = quantise(tensors[0], *scale)
 
-        def fp8(
-            dy: torch.Tensor, codes: Quantised | None, target: torch.Tensor | None
-        ) -> torch.Tensor | None:
-            product = implementation("wgrad_fp8_matmul", device)(codes or quantise(dy, *scale), x, target)
-            return product if target is None else None
+        def multiply(dy: torch.Tensor, codes: Quantised | None, target: torch.Tensor | None) -> torch.Tensor:
+            return implementation("wgrad_fp8_matmul", device)(codes or quantise(dy, *scale), x, target)
 
-        return fp8
-    dtype = DTYPES[formats.wgrad]
-    saved = (
-        tensors[0]
-        if kind == "values"
-        else dequantise(Quantised(tensors[0], tensors[1], "1x128", formats.scale_format), dtype)
-    )
-    return lambda dy, codes, target: implementation("wgrad_matmul", device)(dy.to(dtype), saved.to(dtype))
+    else:
+        dtype = DTYPES[formats.wgrad]
+        values = (
+            tensors[0]
+            if kind == "values"
+            else dequantise(Quantised(tensors[0], tensors[1], "1x128", formats.scale_format), dtype)
+        )
+
+        def multiply(dy: torch.Tensor, codes: Quantised | None, target: torch.Tensor | None) -> torch.Tensor:
+            return implementation("wgrad_matmul", device)(dy.to(dtype), values.to(dtype), target)
+
+    def gradient(
+        dy: torch.Tensor, codes: Quantised | None, target: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        product = multiply(dy, codes, target)
+        return product if target is None else None
+
+    return gradient
 
 
 def accumulate_in_place(parameters: Iterable[torch.Tensor]) -> None:
-    """Let fp8 weight gradients of these leaves be added to their ``.grad`` by the GEMM, where that is fp32 already.
+    """Let a linear's weight gradient be added to these leaves' ``.grad`` by its GEMM, where that is there and fp32.
 
     The first backward pass after ``.grad`` became None goes through autograd. From the second on autograd sees no
     gradient of such a parameter, so the caller promises to use ``backward()``, never `torch.autograd.grad`, and to

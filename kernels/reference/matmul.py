@@ -172,8 +172,13 @@ def dgrad_matmul(dy: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> t
     return (dy.float() @ w.float()).to(out_dtype)
 
 
-def wgrad_matmul(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dy [M, N].T @ x [M, K] -> fp32 [N, K]; operands widened exactly, fp32 accumulation, deterministic."""
+def wgrad_matmul(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """dy [M, N].T @ x [M, K] -> fp32 [N, K]; operands widened exactly, fp32 accumulation, deterministic.
+
+    With ``out`` (fp32 [N, K]) the product is added to it in place.
+    """
+    if out is not None:
+        return out.addmm_(dy.float().T, x.float())
     return dy.float().T @ x.float()
 
 

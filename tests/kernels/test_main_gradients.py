@@ -1,4 +1,4 @@
-"""fp8 weight gradients that the GEMM adds to ``.grad``: the sums of autograd, and its road wherever it listens."""
+"""Weight gradients that the GEMM adds to ``.grad``: the sums of autograd, and its road wherever it listens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from precision_kernels import LinearFormats
 from tests.edge_cases import assert_same_bits, normal
 
 FP8 = LinearFormats("fp8", "fp8", "fp8", "fp8")
+FORMATS = [FP8, LinearFormats(), LinearFormats("fp8", "bf16", "bf16", "fp8"), LinearFormats(*["fp32"] * 4)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES, K = (256, 128, 128), 256
 
@@ -45,9 +46,11 @@ def accumulated(marked: bool, device: str, **options) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_sums_are_those_of_autograd(device):
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f.forward}-{f.wgrad}")
+def test_sums_are_those_of_autograd(formats, device):
     """Three micro-batches, joined weights and a single one: the same sums up to the order of fp32 additions."""
-    for added, summed in zip(accumulated(True, device), accumulated(False, device), strict=True):
+    sums = (accumulated(marked, device, formats=formats) for marked in (True, False))
+    for added, summed in zip(*sums, strict=True):
         assert added.dtype == torch.float32
         assert (added - summed).norm() < 1e-6 * summed.norm()
 
