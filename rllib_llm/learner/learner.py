@@ -20,13 +20,13 @@ from rllib_llm.learner.batch import MicroBatch, Shard, cut_by_tokens
 from rllib_llm.learner.collective import Collective
 from rllib_llm.learner.digest import tensor_digest
 from rllib_llm.learner.gradients import Gradients
+from rllib_llm.learner.law import RolloutLaw
 from rllib_llm.learner.module import CausalLMModule
 from rllib_llm.learner.optimizer import LossScaler, PolicyAdamW, lr_factor
 from rllib_llm.learner.signals import advantages_with_kl, measured_noise
 from rllib_llm.learner.tally import Tally
 from rllib_llm.learner.weights import WeightSource
 from rllib_llm.losses import LossInputs, calibrated
-from rllib_llm.models.checkpoint import eos_token_ids
 
 __all__ = ["LLMTorchLearner"]
 
@@ -53,6 +53,7 @@ class LLMTorchLearner(WeightSource):
         self.scaler = LossScaler(scaling.initial, scaling.growth_interval) if scaling else LossScaler()
         self.loss = self._uncalibrated = build_loss(self.settings)
         super().build()
+        self.law = RolloutLaw(self.settings.rollout, self.lm_module.lm)
         self.collective = Collective(self.config.num_learners)
         self._lr_schedule = Scheduler(fixed_value_or_schedule=self.config.lr, framework="torch")
         self._base_lr = self._lr_schedule.get_current_value()
@@ -130,29 +131,9 @@ class LLMTorchLearner(WeightSource):
         groups = cut_by_tokens(rows, shard.lengths.tolist(), self.settings.grpo.micro_batch_tokens)
         return [MicroBatch.of(shard, group) for group in groups]
 
-    def _law(self, micro: MicroBatch) -> dict[str, Any]:
-        """Keyword arguments that make `CausalLM.token_logprobs` score the distribution the engine sampled from."""
-        rollout = self.settings.rollout
-        law: dict[str, Any] = {
-            "temperature": rollout.temperature,
-            "top_k": rollout.top_k,
-            "top_p": rollout.top_p,
-        }
-        if rollout.min_new_tokens:
-            first = torch.ones_like(micro.sequence_ids, dtype=torch.bool)
-            first[1:] = micro.sequence_ids[1:] != micro.sequence_ids[:-1]
-            start = torch.cummax(
-                torch.where(first, torch.arange(len(first), device=first.device), 0), 0
-            ).values
-            position = torch.arange(len(first), device=first.device) - start
-            lm = self.lm_module.lm
-            stop_ids = {*eos_token_ids(lm.config, lm.source_path), *rollout.stop_token_ids}
-            law |= {"banned_ids": sorted(stop_ids), "banned_rows": position < rollout.min_new_tokens}
-        return law
-
     def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
         grad = self.settings.grpo.entropy_coeff != 0.0
-        return {"micro_batch": micro, "law": self._law(micro), "entropy_with_grad": grad}
+        return {"micro_batch": micro, "law": self.law.of(micro), "entropy_with_grad": grad}
 
     @torch.no_grad()
     def _fill_train_logprobs(self, shard: Shard) -> None:
@@ -173,7 +154,7 @@ class LLMTorchLearner(WeightSource):
             self._advantages = advantages_with_kl(
                 micro_batches,
                 self._train_logp,
-                lambda micro: self.lm_module.reference_logprobs(micro, self._law(micro)),
+                lambda micro: self.lm_module.reference_logprobs(micro, self.law.of(micro)),
                 grpo.kl_coeff,
                 grpo.kl_estimator,
                 advantage_kind(grpo) == "reinforce++",

@@ -51,8 +51,9 @@ def test_mixed_policy_shows_its_mismatch_and_corrects_it(build: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "law", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"top_p": 0.8}, {"min_new_tokens": 3}]
-)
+    "law", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"top_p": 0.8}, {"min_new_tokens": 3},
+            {"min_new_tokens": 3, "engine_options": {"eos_token_id": 9}}],
+)  # fmt: skip
 def test_learner_scores_the_distribution_that_was_sampled(build: Make, toy_config: Make, law: dict) -> None:
     """With temperature, truncation or a minimum length, learner and engine give equal log-probability bits."""
     policy = load_policy("unified-fp8").to_dict()
