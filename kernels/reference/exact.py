@@ -6,11 +6,12 @@ Three ideas, each an argument rather than a hope:
   GEMM over one 128-block commits no rounding at all, whatever order, FMA or blocking the library uses. e4m3
   codes are such integers (times 2^-9). Other operands are first rounded to a 23-bit grid relative to the
   largest element of their own 128-block: an error of at most 2^-24 * 2^ceil(log2 amax), fp32's own size.
-* **A fixed tree** (`lane_sum`). Chunks of 4096 fold by halves (element i + element i+2048, then +1024, ...
-  +1) and chunk sums are added one after the other. Only elementwise additions, so vector width and threads
-  cannot matter, and zeros appended at the end change nothing. A Triton program copies it with reshape([2,
-  n/2]) and a sum over the axis of two; in Triton's own layout the first levels stay in registers, so a row
-  is read once (`kernels/triton/numerics.py`).
+* **A fixed tree** (`lane_sum`). Elements 2048 apart are added in ascending order, then neighbours, and neighbours of
+  these sums, until one is left. Only elementwise additions, so vector width and threads cannot matter, and
+  zeros appended at the end change nothing. The order is a GPU's: a thread adds what it has loaded in its own
+  registers, then lanes of a warp meet, then warps, each with one number (`kernels/triton/numerics.py`). Folding by
+  halves would move every number that a thread holds through each level, which ties a row to one warp: through shared
+  memory it is three times slower.
 * **exp and log from IEEE additions and multiplications** (no FMA, no table, no library call). A library promises
   neither its bits across versions, processors and tails of vectors (torch 2.13's fp32 sqrt on CPU is off by one ulp
   for one value in five), nor could a GPU kernel reproduce them; this can be copied operation by operation.
@@ -80,8 +81,8 @@ def widen(codes: torch.Tensor) -> torch.Tensor:
     return shifted.view(torch.float16).float().mul_(256.0).double()
 
 
-SUM_CHUNK = 4096
-"""Elements that `lane_sum` folds at once: a row of this size fits the registers of one GPU thread block."""
+SUM_LANES = 2048
+"""Distance of the elements that `lane_sum` adds first: 16 elements for each thread of four warps."""
 
 
 def lane_sum(x: torch.Tensor) -> torch.Tensor:
@@ -89,22 +90,22 @@ def lane_sum(x: torch.Tensor) -> torch.Tensor:
     k = x.shape[-1]
     if k == 0:
         return x.new_zeros(x.shape[:-1])
-    total = fold_lanes(x[..., :SUM_CHUNK])
-    for start in range(SUM_CHUNK, k, SUM_CHUNK):
-        total = total + fold_lanes(x[..., start : start + SUM_CHUNK])
-    return total
+    lanes = x[..., :SUM_LANES]
+    if k > SUM_LANES:
+        lanes = lanes.clone()
+        for start in range(SUM_LANES, k, SUM_LANES):
+            piece = x[..., start : start + SUM_LANES]
+            lanes += pad(piece, (0, SUM_LANES - piece.shape[-1])) if piece.shape[-1] < SUM_LANES else piece
+    return fold_lanes(lanes)
 
 
 def fold_lanes(lanes: torch.Tensor) -> torch.Tensor:
-    """[..., n] -> [...]: zero-pad to a power of two, then add the upper half to the lower half until one is
-    left.
-    """
+    """[..., n] -> [...]: zero-pad to a power of two, then add neighbours (2i and 2i + 1) until one is left."""
     n = lanes.shape[-1]
     if n & (n - 1):
         lanes = pad(lanes, (0, (1 << (n - 1).bit_length()) - n))
     while lanes.shape[-1] > 1:
-        half = lanes.shape[-1] // 2
-        lanes = lanes[..., :half] + lanes[..., half:]
+        lanes = lanes[..., 0::2] + lanes[..., 1::2]
     return lanes[..., 0]
 
 
@@ -178,7 +179,7 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 __all__ = [
     "GRID_BITS",
-    "SUM_CHUNK",
+    "SUM_LANES",
     "align",
     "blocks",
     "exp",

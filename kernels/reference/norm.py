@@ -4,7 +4,7 @@ Forward, for a row x of D elements in the compute dtype c (everything else fp32,
 
     v    = fp32(x)                                            plain
     v    = fp32(round_c(fp32(x) + fp32(residual)))            add: the ROUNDED sum is the new residual and normalised
-    ms   = lane_sum(v * v) / D                                `exact.lane_sum`: chunks of 4096 fold by halves
+    ms   = lane_sum(v * v) / D                                `exact.lane_sum`: a fixed tree
     rstd = 1 / sqrt(ms + eps)                                 IEEE square root, then IEEE division
     y    = round_c(fp32(round_c(v * rstd)) * fp32(weight))
 

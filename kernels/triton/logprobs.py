@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens and log-softmax of :mod:`precision_kernels.reference.logprobs`, row by row.
 
-One program per row reads the logits twice (maximum, then sum of exponentials) in chunks of 4096 and keeps nothing of
-vocabulary size. Chunks are summed in the order of ``reference.exact.lane_sum``.
+One program per row reads the logits twice (maximum, then sum of exponentials) in chunks of 2048 and keeps nothing of
+vocabulary size. Chunks are added elementwise and folded once, the order of ``reference.exact.lane_sum``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from precision_kernels.reference.exact import SUM_CHUNK
+from precision_kernels.reference.exact import SUM_LANES
 from precision_kernels.reference.logprobs import _check, _check_ids
 from precision_kernels.triton.numerics import exp, fold, log
 
@@ -43,22 +43,23 @@ def _token_kernel(
     logits += row * row_stride
     lanes = tl.arange(0, WIDTH)[None, :]
     top = _row_maximum(logits, V, temperature, SCALE, WIDTH)
-    total = tl.zeros((1,), tl.float32)
-    weighted = tl.zeros((1,), tl.float32)
+    lane_sums = tl.zeros((1, WIDTH), tl.float32)
+    weighted_sums = tl.zeros((1, WIDTH), tl.float32)
     for start in range(0, V, WIDTH):
         mask = start + lanes < V
         shifted = _scaled(logits, start + lanes, mask, temperature, SCALE) - top[:, None]
         e = tl.where(mask, exp(shifted), 0.0)
-        total += fold(e, LOG2)
+        lane_sums += e
         if ENTROPY:
-            weighted += fold(tl.where(e > 0, e * shifted, 0.0), LOG2)
+            weighted_sums += tl.where(e > 0, e * shifted, 0.0)
+    total = fold(lane_sums, LOG2)
     log_total = log(total)
     one = tl.zeros((1,), tl.int64)
     chosen = _scaled(logits, tl.load(ids + row + one), one == 0, temperature, SCALE) - top
     tl.store(logp + row + one, chosen - log_total)
     tl.store(lse + row + one, top + log_total)
     if ENTROPY:
-        tl.store(entropy + row + one, log_total - tl.div_rn(weighted, total))
+        tl.store(entropy + row + one, log_total - tl.div_rn(fold(weighted_sums, LOG2), total))
 
 
 @triton.jit
@@ -91,12 +92,12 @@ def _log_softmax_kernel(
     logits += row * row_stride
     lanes = tl.arange(0, WIDTH)[None, :]
     top = _row_maximum(logits, V, temperature, SCALE, WIDTH)
-    total = tl.zeros((1,), tl.float32)
+    lane_sums = tl.zeros((1, WIDTH), tl.float32)
     for start in range(0, V, WIDTH):
         mask = start + lanes < V
         shifted = _scaled(logits, start + lanes, mask, temperature, SCALE) - top[:, None]
-        total += fold(tl.where(mask, exp(shifted), 0.0), LOG2)
-    log_total = log(total)[:, None]
+        lane_sums += tl.where(mask, exp(shifted), 0.0)
+    log_total = log(fold(lane_sums, LOG2))[:, None]
     for start in range(0, V, WIDTH):
         mask = start + lanes < V
         shifted = _scaled(logits, start + lanes, mask, temperature, SCALE) - top[:, None]
@@ -125,7 +126,7 @@ def _launch(v: int, rows: int = 0) -> dict[str, int]:
 
     Many rows fill the GPU with one warp each, which keeps the tree in registers; few rows need more warps per row.
     """
-    width = min(SUM_CHUNK, max(16, triton.next_power_of_2(v)))
+    width = min(SUM_LANES, max(16, triton.next_power_of_2(v)))
     warps = 1 if rows >= _MANY_ROWS else 8 if width >= 2048 else 4
     return {"WIDTH": width, "num_warps": warps, "enable_fp_fusion": False}
 

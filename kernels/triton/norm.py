@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from precision_kernels.reference.exact import SUM_CHUNK
+from precision_kernels.reference.exact import SUM_LANES
 from precision_kernels.reference.formats import FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
 from precision_kernels.reference.norm import _check
 from precision_kernels.triton import wide_norm
@@ -29,8 +29,8 @@ from precision_kernels.triton.numerics import (
 )
 from precision_kernels.triton.quantise import aligned_scales, quantise_rows_op
 
-_REGISTERS = 168
-"""Per thread, when a 4096-wide row is also quantised (8192 rows: 0.051 ms; with 128 0.061, unlimited 0.049)."""
+_HELD = 6
+"""Chunks of 2048 that stay in registers between sum and result, 16 elements per thread each; others are read again."""
 _BACKWARD_ROWS = 32
 """Rows whose dweight one program adds up: a constant, so that the sum's order depends on the number of rows only.
 
@@ -52,7 +52,7 @@ def _load_rows(x, residual, new_residual, offsets, out, mask, ADD: tl.constexpr)
 def _forget(v):
     """v, but the compiler cannot see that: it keeps the 16-bit registers instead of their fp32 copies.
 
-    A warp holds a whole row of 4096; as fp32 that takes 255 registers and leaves 8 warps per multiprocessor.
+    A row that is held as fp32 takes twice the registers, and half the warps fit a multiprocessor.
     """
     if v.dtype.primitive_bitwidth == 16 and not INTERPRETED:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=2)
@@ -69,7 +69,7 @@ def _forward_kernel(
     inside = (rows < M)[:, None]
     start = (rows // H * x_m + rows % H * x_h)[:, None]
     lanes = tl.arange(0, WIDTH)[None, :]
-    total = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS, WIDTH), tl.float32)
     chunks = ()
     for c in tl.static_range(CHUNKS):
         columns = lanes + c * WIDTH
@@ -78,7 +78,8 @@ def _forward_kernel(
         if HELD:
             chunks = chunks + (v,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no starred tuples)
         wide = widen(v)
-        total = fold(wide * wide, LOG2) if c == 0 else total + fold(wide * wide, LOG2)
+        squares = wide * wide if c == 0 else squares + wide * wide
+    total = fold(squares, LOG2)
     r = tl.sqrt_rn(tl.div_rn(total, tl.zeros((ROWS,), tl.float32) + D) + eps)
     r = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), r)
     tl.store(rstd + rows, r, rows < M)
@@ -87,7 +88,7 @@ def _forward_kernel(
         mask = inside & (columns < D)
         if HELD:
             v = widen(_forget(chunks[c]))
-        elif ADD:  # held, so many chunks would spill: read again what this thread has just touched
+        elif ADD:  # read again what this thread has just touched
             v = widen(tl.load(new_residual + rows[:, None] * D + columns, mask, 0.0))
         else:
             v = widen(tl.load(x + start + columns, mask, 0.0))
@@ -155,15 +156,10 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _tile(d: int, quantise: bool) -> tuple[int, int, int]:
-    """(rows per program, width of a chunk, warps).
-
-    A wide row belongs to one warp: the upper levels of the tree then stay in registers. Spread over 8 warps they cross
-    shared memory with 8- to 16-way bank conflicts (measured: 0.19 ms instead of 0.04 for 8192 x 4096).
-    """
-    width = min(SUM_CHUNK, max(128 if quantise else 16, triton.next_power_of_2(d)))
-    rows = max(1, 2048 // width)
-    return rows, width, 4 if rows > 1 else 1
+def _tile(d: int, quantise: bool) -> tuple[int, int]:
+    """(rows per program, width of a chunk): 2048 elements, 16 for each thread of four warps."""
+    width = min(SUM_LANES, max(128 if quantise else 16, triton.next_power_of_2(d)))
+    return SUM_LANES // width, width
 
 
 def _outputs(
@@ -192,14 +188,13 @@ def rms_norm_op(
     if m and wide_norm.accepts(x, residual, weight, floor):
         wide_norm.launch(x, residual, weight, outputs, eps, write, quantise, ue8m0, floor)
     elif m and d:
-        rows, width, warps = _tile(d, quantise)
+        rows, width = _tile(d, quantise)
         chunks = triton.cdiv(d, width)
         _forward_kernel[(triton.cdiv(m, rows),)](
             x, residual if residual is not None else x, weight, y, summed, rstd, codes, scales, m, h, d, x_m, x_h,
             *scales.stride(), eps, floor, ADD=residual is not None, WRITE=write, QUANTISE=quantise, UE8M0=ue8m0,
             FAST=fast(x.dtype, floor), ROWS=rows, WIDTH=width, LOG2=width.bit_length() - 1,
-            CHUNKS=chunks, HELD=chunks <= (2 if residual is not None else 3), num_warps=warps,
-            maxnreg=_REGISTERS if quantise and warps == 1 else None, enable_fp_fusion=False,
+            CHUNKS=chunks, HELD=chunks <= _HELD, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return outputs
 
@@ -267,11 +262,8 @@ def _normalise_and_quantise(
     scale_format: ScaleFormat,
     scale_floor: float,
 ) -> tuple[Quantised, torch.Tensor, torch.Tensor]:
-    """(1x128 codes, new residual, rstd): one kernel for bf16 and up to 4096 columns, else two.
-
-    Wider rows of fp16 or fp32 do not fit one warp's registers beside the scales.
-    """
-    fused = x.shape[1] <= SUM_CHUNK or wide_norm.accepts(x, residual, weight, scale_floor)
+    """(1x128 codes, new residual, rstd): one kernel for bf16 and rows that fit the registers, else two."""
+    fused = x.shape[1] <= _HELD * SUM_LANES or wide_norm.accepts(x, residual, weight, scale_floor)
     ue8m0 = scale_format == "ue8m0"
     y, summed, rstd, codes, scales = rms_norm_op(
         x, residual, weight, eps, not fused, fused, ue8m0, scale_floor

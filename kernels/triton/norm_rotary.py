@@ -1,7 +1,7 @@
 """Per-head RMSNorm of q and k and their rotation in one launch: decode at few rows is bound by launches.
 
-Bit-equal to `rms_norm` then `rotary`: the sum's tree is `fold`'s, whose first level adds element i + D/2 to element i,
-which is the pair that the rotation turns.
+Bit-equal to `rms_norm` then `rotary`: the last level of the sum's tree (`numerics.fold`) adds the sums of a head's two
+halves, whose elements are the pairs that the rotation turns.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from precision_kernels.reference.exact import SUM_LANES
 from precision_kernels.reference.norm import _check as check_norm
 from precision_kernels.reference.rotary import _check as check_rotary
 from precision_kernels.triton.norm import rms_norm
@@ -28,7 +29,7 @@ def _turned(
     target = out + tokens[:, None] * out_t + head * (2 * HALF)
     dtype: tl.constexpr = x.dtype.element_ty
     x1, x2 = widen(tl.load(source + pairs, mask, 0.0)), widen(tl.load(source + HALF + pairs, mask, 0.0))
-    total = fold(x1 * x1 + x2 * x2, LOG2)
+    total = fold(x1 * x1, LOG2) + fold(x2 * x2, LOG2)
     r = tl.sqrt_rn(tl.div_rn(total, tl.full(total.shape, 2.0 * HALF, tl.float32)) + eps)
     r = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), r)[:, None]
     n1, n2 = widen(round_to(x1 * r, dtype)), widen(round_to(x2 * r, dtype))
@@ -88,7 +89,7 @@ def _fits(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> bool:
     d = q.shape[-1]
     return (
         q.dim() == k.dim() == 3
-        and cos_sin.shape[-1] == d >= 32
+        and SUM_LANES >= cos_sin.shape[-1] == d >= 32
         and d & (d - 1) == 0
         and q.stride(-1) == k.stride(-1) == 1
     )

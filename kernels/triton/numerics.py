@@ -172,19 +172,38 @@ def reciprocal(x):
 
 
 @triton.jit
+def reciprocal_terms(scale):
+    """(high, low) whose sum is 1 / scale to 2^-45, for `times_terms`; under the interpreter the scale itself, twice.
+
+    ``high`` is four steps below the approximate reciprocal, so ``low`` is positive and an infinite v gives infinity, a
+    negative zero itself.
+    """
+    if INTERPRETED:
+        return scale, scale
+    high = (reciprocal(scale).to(tl.int32, bitcast=True) - 4).to(tl.float32, bitcast=True)
+    error = tl.fma(-scale, high, 1.0)
+    return high, high * tl.fma(error, error, error)
+
+
+@triton.jit
+def times_terms(v, high, low):
+    """v / scale from the scale's `reciprocal_terms`, which broadcast against v; see `divide_by_scale`."""
+    if INTERPRETED:
+        return tl.div_rn(v, tl.zeros(v.shape, tl.float32) + high)
+    return tl.fma(v, high, v * low)
+
+
+@triton.jit
 def divide_by_scale(v, scale, FAST: tl.constexpr):
     """v / scale rounded as IEEE division rounds it, as far as an e4m3 code can tell; ``scale`` broadcasts against v.
 
-    ``FAST`` (16-bit inputs on a GPU, `fast`) multiplies by 1 / scale as a sum of two numbers, two instructions where
-    IEEE division takes ten. ``high`` is four steps below the approximate reciprocal, so ``low`` is positive and an
-    infinite v gives infinity, a negative zero itself. Codes are equal for every pair of 16-bit amax and value, and for
-    all 2^23 significands of a scale (tests/kernels/test_gpu_arithmetic.py).
+    ``FAST`` (16-bit inputs, `fast`) multiplies by 1 / scale as a sum of two numbers on a GPU, two instructions where
+    IEEE division takes ten. Codes are equal for every pair of 16-bit amax and value, and for all 2^23 significands of a
+    scale (tests/kernels/test_gpu_arithmetic.py).
     """
     if FAST and not INTERPRETED:
-        high = (reciprocal(scale).to(tl.int32, bitcast=True) - 4).to(tl.float32, bitcast=True)
-        error = tl.fma(-scale, high, 1.0)
-        low = high * tl.fma(error, error, error)
-        return tl.fma(v, high, v * low)
+        high, low = reciprocal_terms(scale)
+        return times_terms(v, high, low)
     return tl.div_rn(v, tl.zeros(v.shape, tl.float32) + scale)
 
 
@@ -201,12 +220,13 @@ def fast(dtype: torch.dtype, floor: float) -> bool:
 
 @triton.jit
 def fold(v, LOG2: tl.constexpr):
-    """Sum of v [R, 2**LOG2] over its last axis -> [R]: upper half added to lower half until one element is left.
+    """Sum of v [R, 2**LOG2] over its last axis -> [R]: neighbours are added until one is left.
 
     Each level sums an axis of two, which has only one result (IEEE addition commutes), whatever lanes hold the pair.
+    The first levels stay in a thread's registers, where its elements are neighbours.
     """
     for _ in tl.static_range(LOG2):
-        v = tl.sum(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), 1)
+        v = tl.sum(tl.reshape(v, (v.shape[0], v.shape[1] // 2, 2)), 2)
     return tl.reshape(v, (v.shape[0],))
 
 

@@ -170,6 +170,17 @@ def larger(x, y):
 
 
 @triton.jit
+def largest_along(quad, AXIS: tl.constexpr):
+    """`larger` of all along an axis."""
+    if INTERPRETED:
+        best = tl.max(lane(quad, 0), AXIS).to(tl.int64) & 0xFFFF
+        for i in tl.static_range(1, 4):
+            best = best | ((tl.max(lane(quad, i), AXIS).to(tl.int64) & 0xFFFF) << (16 * i))
+        return best
+    return tl.reduce(quad, AXIS, larger)
+
+
+@triton.jit
 def largest(quad):
     """`numerics.ordered` of the largest of four `lifted` lanes, except for rubbish in its low half."""
     if INTERPRETED:
@@ -191,6 +202,7 @@ __all__ = [
     "lane",
     "larger",
     "largest",
+    "largest_along",
     "lifted",
     "multiply",
     "normalise",

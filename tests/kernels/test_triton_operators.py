@@ -94,8 +94,11 @@ def test_both_directions(shape):
 
 @pytest.mark.parametrize("case", VALUE_CASES)
 def test_both_directions_on_values(case):
-    """One read gives the codes and scales of both quantisers on every value case; bf16 is packed, fp16 is not."""
-    shapes = [(130, 196), *([(4096, 4304), (300, 1000)] if GPU else [])]
+    """One read gives the codes and scales of both quantisers on every value case; bf16 is packed, fp16 is not.
+
+    Whole tiles and ragged ones are two kernels.
+    """
+    shapes = [(130, 196), (128, 128), *([(4096, 4304), (300, 1000), (1024, 4096)] if GPU else [])]
     for shape in shapes:
         check("quantise", "quantise_both", value_case(case, *shape, torch.bfloat16), "ue8m0", what=str(shape))
     if GPU or case == "NaN and infinities":
@@ -163,14 +166,24 @@ def test_norms_on_values(dtype):
     "case", VALUE_CASES if GPU else ("60 binary orders of magnitude", "NaN and infinities")
 )
 def test_wide_norms_on_values(case):
-    """Rows that are packed and spread over warps, a ragged last chunk and slices among them, equal the definitions."""
-    for columns in (1156, *((4096, 10944, 12288, 16388) if GPU else ())):
+    """Rows that are packed and shared by warps, a ragged last piece and slices among them, equal the definitions."""
+    for columns in (1028, 4096, 4100, *((2052, 5120, 10944, 12288, 16388, 32768) if GPU else ())):
         x, residual = (value_case(case, 2, columns, torch.bfloat16, seed=s) for s in (0, 3))
         weight = normal(1, columns, seed=2)[0].to(torch.bfloat16)
         what = f"{columns} {case}"
         check("norm", "rms_norm", x, weight, 1e-5, what=what)
         check("norm", "add_rms_norm_quantise", x, residual, weight, 1e-5, reference="fused", what=what)
         check("norm", "rms_norm_quantise", x[:, 4:], weight[4:], 1e-5, "ue8m0", reference="fused", what=what)
+
+
+@pytest.mark.parametrize("columns", [2304, 12544])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_norms_of_rows_that_are_not_packed(dtype, columns):
+    """Rows of several chunks equal the definitions: held in registers, and so wide that they are read twice."""
+    x, residual = (value_case("60 binary orders of magnitude", 2, columns, dtype, seed=s) for s in (0, 3))
+    weight = normal(1, columns, seed=2)[0].to(dtype)
+    check("norm", "rms_norm", x, weight, 1e-5)
+    check("norm", "add_rms_norm_quantise", x, residual, weight, 1e-5, reference="fused")
 
 
 def test_head_norms_read_slices_of_a_fused_projection():

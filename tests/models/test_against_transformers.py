@@ -68,7 +68,7 @@ def test_fp8_gradients_follow_fp64_autograd_of_the_dequantised_model(kind, backw
     """
     model = make_model(kind, fp32_policy_with_fp8_linears(backward))
     twin = dequantised_twin(model)
-    sequences = random_sequences((1, 4, 9), model.architecture.vocab, seed=3)
+    sequences = random_sequences((1, 4, 9), model.architecture.vocab, seed=5)
     batch = PackedBatch.from_sequences(sequences)
     ours, theirs = model.logits(model(batch)), twin_logits(twin, sequences)
     assert (ours - theirs).norm() / theirs.norm() < 5e-6
