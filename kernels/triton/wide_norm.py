@@ -126,8 +126,8 @@ def launch(
     m, d = x.shape
     width = min(SUM_LANES, triton.next_power_of_2(d)) // 4
     pieces = triton.cdiv(d, 4 * width)
-    # One H200, 8192 rows, quantised, 4 and 8 warps: 0.029 and 0.033 ms for 4096 columns, 0.036 and 0.041 for 5120, 0.087
-    # and 0.081 for 12288.
+    # One H200, 8192 rows, quantised, 4 and 8 warps: 0.029 and 0.033 ms for 4096 columns, 0.036 and 0.041 for 5120,
+    # 0.087 and 0.081 for 12288.
     warps = width // _SHARE.value * (1 if pieces <= 3 else 2)
     _wide_kernel[(m,)](
         quads(x), quads(x if residual is None else residual), quads(weight), quads(y), quads(summed), rstd,
