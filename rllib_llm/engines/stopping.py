@@ -12,6 +12,10 @@ _CONTEXT_TOKENS = (
 )
 
 
+_HALF_CHARACTER = "\ufffd"
+"""What tokenizers decode the first bytes of a character to; the token that brings the last replaces it."""
+
+
 class Decoder(Protocol):
     """The one method that stop strings need from a transformers tokenizer."""
 
@@ -89,7 +93,7 @@ class StopRule:
 
     def _completes_stop_string(self, token_ids: Sequence[int]) -> bool:
         tail = list(token_ids[-self._window :])
-        text, before = self._decode(tail), self._decode(tail[:-1])
+        text, before = self._decode(tail), self._decode(tail[:-1]).rstrip(_HALF_CHARACTER)
         return any(text.find(stop, max(0, len(before) - len(stop) + 1)) >= 0 for stop in self._params.stop)
 
     def _decode(self, token_ids: Sequence[int]) -> str:

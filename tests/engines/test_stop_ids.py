@@ -1,10 +1,12 @@
-"""Ids that end a completion, in the embedded engine: which are refused, and before what."""
+"""What ends a completion: ids that the model must have, and strings of any characters."""
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 
 from rllib_llm.engines import SamplingParams, SamplingParamsError, make_engine
+from rllib_llm.engines.stopping import StopRule
 from rllib_llm.models.checkpoint import eos_token_ids
 from rllib_llm.sync.export import export_weights
 from tests.models.cases import make_model
@@ -29,3 +31,21 @@ def test_stop_ids_that_the_model_lacks_are_refused():
     config = copy.deepcopy(model.config)
     config.eos_token_id = [2, VOCAB + 1]
     assert eos_token_ids(config, None) == (2,)
+
+
+class Bytes:
+    """A tokenizer whose token i is byte i."""
+
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("stop", ["€", "b€", "😀", "é", "\n"])
+def test_a_stop_string_may_end_in_a_character_of_several_tokens(stop):
+    """It counts with the last byte of its last character, wherever the answer goes on, and not before."""
+    rule = StopRule(SamplingParams(stop=stop, max_tokens=100), (), Bytes())
+    text = f"ab€x😀yé\n{stop}z"
+    tokens = list(text.encode())
+    end = len(text[: text.index(stop) + len(stop)].encode())
+    reasons = [rule.check(tokens[:count], 100) for count in range(1, end + 1)]
+    assert reasons == [None] * (end - 1) + ["stop"]
