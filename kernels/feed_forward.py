@@ -1,8 +1,11 @@
 """The gated feed-forward block of training, down(silu(gate(x)) * up(x)), where all its GEMMs are fp8.
 
 Forward bits and gradients are those of `linears`, `silu_mul`, `linear` one after the other. As one function, SiLU
-hands its results to the next GEMMs as codes in both directions: the product is rounded to x's dtype, but never written
-in it, and the gradients of gate and up lie side by side, as their joint GEMMs read them.
+hands its product to the next GEMMs as codes in both directions: it is rounded to x's dtype, but never written in it.
+
+The gradients of gate and up are written before they become codes. In one launch, two tiles of codes need 247 registers
+(0.70 ms for 8192 x 14336 on an H200); with a program for each of the two, both compute the sigmoid (0.53 ms). Two
+launches take 0.58 ms, and 0.55 with the quantiser that came after.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from precision_kernels.coded import Coded
 from precision_kernels.dispatch import implementation
+from precision_kernels.linear import beside
 from precision_kernels.prepared import JointWeight, PreparedWeight
 from precision_kernels.reference.formats import Quantised
 from precision_kernels.weight_gradient import Remake, main_gradient, marked
@@ -72,12 +76,12 @@ class _GatedFeedForward(torch.autograd.Function):
         dproduct = dgrad(rows, ctx.down.dgrad_operand(), ctx.dtype)
         product = Quantised(saved[0], saved[1], "128x1", formats.scale_format)
         ddown = _weight_gradient(columns, product, ctx.weights[2:])
-        backward = implementation("silu_mul_backward_quantise_both", device)
-        rows, columns = backward(dproduct, *both.chunk(2, 1), *scale)
+        halves = implementation("silu_mul_backward", device)(dproduct, *both.chunk(2, 1))
+        rows, columns = implementation("quantise_both", device)(beside(halves, ctx.gate_up.sizes), *scale)
         dx = dgrad(rows, ctx.gate_up.whole.dgrad_operand(), ctx.dtype) if ctx.needs_input_grad[0] else None
         dgate_up = _weight_gradient(columns, _columns(ctx, saved[2:]), ctx.weights[:2])
-        halves = (None, None) if dgate_up is None else dgate_up.chunk(2)
-        return dx, None, None, None, None, *halves, ddown
+        dweights = (None, None) if dgate_up is None else dgate_up.chunk(2)
+        return dx, None, None, None, None, *dweights, ddown
 
 
 def _columns(ctx, kept) -> Quantised:

@@ -89,7 +89,7 @@ class _Linears(torch.autograd.Function):
             dy is not None and w for dy, w in zip(grads, ctx.needs_input_grad[7 : 7 + count], strict=True)
         ]
         if ctx.joint is not None and any(dy is not None for dy in grads):
-            dy = _beside(grads, ctx.joint.sizes)
+            dy = beside(grads, ctx.joint.sizes)
             target = main_gradient(ctx.weights) if all(wanted) else None
             dx, (whole,) = _gradients(ctx, [dy], [ctx.joint.whole], [any(wanted)], [target])
             pieces = [None] * count if whole is None else whole.split(ctx.joint.sizes)
@@ -128,7 +128,7 @@ def _gradients(
     return dx, dweights
 
 
-def _beside(grads: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> torch.Tensor:
+def beside(grads: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> torch.Tensor:
     """[M, N1 + N2 + ...] of the gradients [M, Ni], zero where there is none; halves of one matrix are not copied."""
     given = next(dy for dy in grads if dy is not None)
     offset = given.storage_offset()

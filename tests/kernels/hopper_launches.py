@@ -127,7 +127,6 @@ def activations(both: torch.Tensor, scales: tuple[ScaleFormat, ...]) -> None:
         saved = activation.silu_mul_saving(gate, up, scale)[1:]
         activation.silu_mul_backward_saved(dy, *saved)
         activation_codes.silu_mul_quantise_both(gate, up, scale)
-        activation_codes.silu_mul_backward_quantise_both(dy, gate, up, scale)
 
 
 def heads(x: torch.Tensor, rotated: int) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import precision_kernels as pk
 from precision_kernels import LinearFormats, Quantised, reference
-from precision_kernels.linear import _beside
+from precision_kernels.linear import beside
 from tests.edge_cases import assert_same_bits, normal
 
 FP8 = LinearFormats("fp8", "fp8", "fp8", "fp8")
@@ -177,7 +177,7 @@ def test_gradients_of_rotated_heads_are_one_matrix(device: str) -> None:
         if together:
             outputs = pk.rotary_of_projections(q, k, v, positions, table)
             grads = torch.autograd.grad(outputs, (q, k, v), dys, retain_graph=True)
-            assert _beside([g.flatten(1) for g in grads], sizes).data_ptr() == grads[0].data_ptr()
+            assert beside([g.flatten(1) for g in grads], sizes).data_ptr() == grads[0].data_ptr()
         else:
             outputs = (*pk.rotary(q, k, positions, table), v.contiguous())
         results.append((*outputs, *torch.autograd.grad(outputs, whole, dys)))
