@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
 from precision_policies import PolicyError, load_policy
+from rllib_llm.algorithm.engine_rules import engine_violations, model_limit_violations
 from rllib_llm.algorithm.settings import GROUPS, closest, parse, parse_rest
 
 if TYPE_CHECKING:
@@ -58,6 +57,7 @@ def config_violations(config: GRPOConfig) -> list[str]:
     further = _model(parsed["llm"])
     further += _reference(parsed["llm"], parsed["grpo"])
     further += _rollout(parsed["rollout_config"])
+    further += model_limit_violations(parsed["llm"], parsed["rollout_config"])
     further += _training(config, parsed["grpo"], parsed["rollout_config"])
     further += _precision(parsed["precision_config"], parsed["rollout_config"])
     further += _registered_policy(parsed["llm"], parsed["precision_config"])
@@ -161,7 +161,7 @@ def _rollout(rollout: RolloutSettings) -> list[str]:
             f"rollout_config.min_new_tokens = {rollout.min_new_tokens} with max_turns = {rollout.max_turns}: "
             "the learner cannot tell where an answer begins when an environment adds nothing between two; use one."
         )
-    return v + _distribution(rollout) + _engine(rollout) + _engine_on_cpu(rollout)
+    return v + _distribution(rollout) + engine_violations(rollout)
 
 
 def _distribution(rollout: RolloutSettings) -> list[str]:
@@ -184,47 +184,6 @@ def _distribution(rollout: RolloutSettings) -> list[str]:
         v.append(
             f"rollout_config.eval_samples = {rollout.eval_samples} with eval_temperature = 0 would repeat one greedy "
             "answer; set eval_temperature > 0 or eval_samples = 1."
-        )
-    return v
-
-
-def _engine(rollout: RolloutSettings) -> list[str]:
-    """An engine that there is none of, and options that its constructor does not take."""
-    from rllib_llm.engines.factory import ENGINES
-
-    if rollout.engine not in ENGINES:
-        near = closest(rollout.engine, ENGINES)
-        return [f"rollout_config.engine = {rollout.engine!r} must be one of {', '.join(ENGINES)}{near}."]
-    module, name = ENGINES[rollout.engine]
-    try:
-        taken = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
-    except ImportError:
-        return []  # said by `preflight`, where it is used
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
-        return []
-    options = [p.name for p in taken if p.kind is p.KEYWORD_ONLY]
-    elsewhere = ("num_gpus", "num_cpus")  # `placement` says what to set instead, for every engine
-    start, end = "rollout_config.engine_options has no", f"for engine {rollout.engine!r}"
-    return [
-        f"{start} {option!r} {end}{closest(str(option), options)}; it takes {', '.join(options)}."
-        for option in rollout.engine_options
-        if option not in options and option not in elsewhere
-    ]
-
-
-def _engine_on_cpu(rollout: RolloutSettings) -> list[str]:
-    """What an engine that is told to use the CPU cannot do."""
-    v = []
-    on_cpu = str(rollout.engine_options.get("device", "")) == "cpu"
-    if rollout.sleep_while_learning and rollout.engine == "vllm" and on_cpu:
-        v.append(
-            "rollout_config.sleep_while_learning = True with rollout_config.engine_options['device'] = 'cpu': vLLM on "
-            "a CPU cannot give memory back; set it to False."
-        )
-    if rollout.weight_transport in ("cuda_ipc", "nccl") and on_cpu:
-        v.append(
-            f"rollout_config.weight_transport = {rollout.weight_transport!r} with "
-            "rollout_config.engine_options['device'] = 'cpu': it copies between GPUs; use 'auto'."
         )
     return v
 

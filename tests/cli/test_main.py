@@ -262,6 +262,9 @@ def test_what_is_not_there_is_listed_with_what_is_wrong(command, wrong, capsys, 
 def test_what_ray_and_mlflow_refuse_leaves_nothing(command, override, words, capsys, tmp_path, monkeypatch):
     """A cluster that is not there, an engine without its GPU and a store of no kind end with status 2 and no files."""
     monkeypatch.chdir(tmp_path)
+    # other tests may have started a Ray in this process, which would be taken, and must stay
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
     assert main([*command, override]) == 2
     assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
