@@ -3,9 +3,9 @@
 Forward bits and gradients are those of `linears`, `silu_mul`, `linear` one after the other. As one function, SiLU
 hands its product to the next GEMMs as codes in both directions: it is rounded to x's dtype, but never written in it.
 
-The gradients of gate and up are written before they become codes. For 8192 x 14336 on an H200 that takes 0.29 ms and, by
-the quantiser's rate, 0.26. In one launch, two tiles of codes need 247 registers (0.70 ms); with a program for each of
-the two, both compute the sigmoid (0.53 ms).
+The gradients of gate and up are written before they become codes. For 8192 x 14336 on an H200 that takes 0.29 ms and,
+by the quantiser's rate, 0.26. In one launch, two tiles of codes need 247 registers (0.70 ms); with a program for each
+of the two, both compute the sigmoid (0.53 ms).
 """
 
 from __future__ import annotations
