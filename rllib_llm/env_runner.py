@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import ray
 import torch
 from ray.rllib.callbacks.utils import make_callback
@@ -41,6 +40,7 @@ from rllib_llm.rollout import Conversation, RolloutStats, play, seed_of
 from rllib_llm.sync.packed import WeightUpdate
 from rllib_llm.sync.receiver import Incoming
 from rllib_llm.sync.stream import StreamOffer
+from rllib_llm.sync.topology import Place
 from rllib_llm.sync.verify import WeightReceipt
 
 __all__ = ["LLMEnvRunner", "Reply"]
@@ -224,15 +224,22 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         return self._reply(call)
 
     def place_reply(self) -> Reply:
-        """The engine's `Place`, by which a transport is chosen."""
-        return self._reply(lambda: self.engine.place)
+        """The engine's `Place`, by which a transport is chosen; of a new engine, if the old one has died."""
+        return self._reply(self._place)
+
+    def _place(self) -> Place:
+        if not self.engine.alive():
+            logger.error("env runner %d: its engine has died, a new one is started", self.worker_index)
+            self.engine.close()
+            self.make_module()
+        return self.engine.place
 
     def sleep_reply(self) -> Reply:
-        """Has the engine give its GPU memory back until `wake_reply`."""
-        return self._reply(lambda: self.engine.sleep(1))
+        """Has the engine give its GPU memory back until `wake_reply`; one that has died holds none."""
+        return self._reply(lambda: self.engine.sleep(1) if self.engine.alive() else None)
 
     def wake_reply(self) -> Reply:
-        return self._reply(lambda: self.engine.wake())
+        return self._reply(lambda: self.engine.wake() if self.engine.alive() else None)
 
     def attest_reply(self) -> Reply:
         """The engine's `Attestation`."""
@@ -276,7 +283,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         for key, value in lifetime.items():
             m.log_value(key, value, reduce="lifetime_sum")
         for e in episodes:
-            for name, value in _episode_metrics(e).items():
+            for name, value in e.metrics().items():
                 m.log_value(name, value, reduce="mean")
             for name, value in e.rewards.items():
                 m.log_value((names.REWARDS, name), value, reduce="mean")
@@ -334,15 +341,3 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def stop(self) -> None:
         if engine := getattr(self, "engine", None):
             engine.close()
-
-
-def _episode_metrics(episode: TextEpisode) -> dict[str, float]:
-    return {
-        names.EPISODE_RETURN_MEAN: episode.reward,
-        names.EPISODE_LEN_MEAN: float(episode.num_trained_tokens),
-        names.RESPONSE_LENGTH_MEAN: float(np.sum(episode.loss_mask)),
-        names.PROMPT_LENGTH_MEAN: float(len(episode.prompt_ids)),
-        names.NUM_TURNS_MEAN: float(episode.num_turns),
-        names.TRUNCATED_SHARE: float(episode.truncated),
-        names.SOLVED_SHARE: float(episode.reward >= 1.0),
-    }

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rllib_llm import metric_names as names
+
 __all__ = ["TextEpisode"]
 
 
@@ -75,3 +77,15 @@ class TextEpisode:
     def get_return(self) -> float:
         """RLlib's name for the undiscounted reward sum."""
         return self.reward
+
+    def metrics(self) -> dict[str, float]:
+        """What is averaged over the episodes of an iteration, by the names of `rllib_llm.metric_names`."""
+        return {
+            names.EPISODE_RETURN_MEAN: self.reward,
+            names.EPISODE_LEN_MEAN: float(self.num_trained_tokens),
+            names.RESPONSE_LENGTH_MEAN: float(np.sum(self.loss_mask)),
+            names.PROMPT_LENGTH_MEAN: float(len(self.prompt_ids)),
+            names.NUM_TURNS_MEAN: float(self.num_turns),
+            names.TRUNCATED_SHARE: float(self.truncated),
+            names.SOLVED_SHARE: float(self.reward >= 1.0),
+        }

@@ -254,6 +254,13 @@ class RolloutEngine(ABC):
     def wake(self) -> None:
         """Undo `sleep`; after level 2 the engine has `NO_WEIGHTS` until the next update."""
 
+    def alive(self) -> bool:
+        """False when the engine cannot go on: closed, or the process that it runs in has ended.
+
+        An engine in a process of its own overrides it.
+        """
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Free everything; further calls raise EngineError. Idempotent."""

@@ -313,6 +313,9 @@ class TorchEngine(RolloutEngine):
             self._model = build_model(self._config, self.policy, "rollout")
         self._model.to(self.device)
 
+    def alive(self) -> bool:
+        return not self._closed
+
     def close(self) -> None:
         self._closed = True
         self._cache = self._model = None

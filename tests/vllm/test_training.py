@@ -66,7 +66,8 @@ def _kill_engine(runner: Any) -> int:
 
 def test_training_is_exactly_on_policy_and_survives_the_death_of_vllm(algorithm: Any) -> None:
     """Mismatch 0 in each iteration, before and after updates, under min_new_tokens; after kill -9 of vLLM the runner
-    comes back with the current weights and training goes on, still at 0."""
+    comes back with the current weights and training goes on, still at 0. Killed while the learner computes, vLLM costs
+    no iteration: the push finds it dead and starts another."""
     for _ in range(2):
         mismatch = algorithm.train()[names.MISMATCH]
         assert (mismatch["max_abs"], mismatch["bit_equal_share"]) == (0, 1)
@@ -80,3 +81,15 @@ def test_training_is_exactly_on_policy_and_survives_the_death_of_vllm(algorithm:
         result = algorithm.train()
     mismatch = result[names.MISMATCH]
     assert (mismatch["max_abs"], mismatch["bit_equal_share"]) == (0, 1)
+    learn = algorithm._learn
+
+    def learn_while_vllm_dies(*arguments: Any) -> None:
+        algorithm.env_runner_group.foreach_env_runner(_kill_engine, local_env_runner=False)
+        learn(*arguments)
+
+    algorithm._learn = learn_while_vllm_dies
+    algorithm.train()
+    algorithm._learn = learn
+    result = algorithm.train()
+    assert result[names.NUM_EMPTY_SAMPLES] == 0
+    assert result[names.MISMATCH]["max_abs"] == 0

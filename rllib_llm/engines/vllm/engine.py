@@ -40,6 +40,8 @@ from rllib_llm.sync.stream import StreamOffer, give_up
 from rllib_llm.sync.topology import Place
 from rllib_llm.sync.verify import WeightReceipt
 
+PING_TIMEOUT_S = 60.0
+"""A vLLM that does nothing else and does not answer within this time is dead to `VLLMEngine.alive`."""
 CHUNK_BYTES = 256 << 20
 """Weights that travel through Ray's object store do so in chunks of about this size."""
 
@@ -286,6 +288,12 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             self._call("wake")
             self._asleep = False
+
+    def alive(self) -> bool:
+        if self._actor.alive:
+            with contextlib.suppress(EngineError):
+                self._call("ready", timeout_s=min(self._call_timeout_s, PING_TIMEOUT_S))
+        return self._actor.alive
 
     def close(self) -> None:
         self._actor.kill()
