@@ -24,7 +24,7 @@ def engine_violations(rollout: RolloutSettings) -> list[str]:
 
 
 def model_limit_violations(llm: ModelSettings, rollout: RolloutSettings) -> list[str]:
-    """Settings beyond the model's context and vocabulary; none where there is no readable model, which others say."""
+    """A context beyond the model's, ids outside its vocabulary; none for a model that cannot be read, as others say."""
     from rllib_llm.models.architecture import Architecture, ArchitectureError
     from rllib_llm.models.paths import CONFIG_FILE, resolve_model_path
 
@@ -38,12 +38,6 @@ def model_limit_violations(llm: ModelSettings, rollout: RolloutSettings) -> list
         v.append(
             f"llm.max_sequence_length = {llm.max_sequence_length} must be at most {model.max_positions}, the model's "
             "max_position_embeddings."
-        )
-    context = llm.max_sequence_length or model.max_positions
-    if rollout.max_new_tokens > context:
-        v.append(
-            f"rollout_config.max_new_tokens = {rollout.max_new_tokens} must be at most {context}, the context of model "
-            "or llm.max_sequence_length: an answer of that length cannot be."
         )
     if outside := [token for token in rollout.stop_token_ids if not 0 <= token < model.vocab]:
         v.append(

@@ -144,6 +144,8 @@ def _rollout(rollout: RolloutSettings) -> list[str]:
     ):
         if getattr(rollout, key) < 1:
             v.append(f"rollout_config.{key} = {getattr(rollout, key)} must be at least 1.")
+    if rollout.max_new_tokens >= 2**31:  # the context ends an answer before; numbers of tensors are smaller
+        v.append(f"rollout_config.max_new_tokens = {rollout.max_new_tokens} must be below 2**31.")
     for key in ("restart_timeout_s", "push_timeout_s"):
         if getattr(rollout, key) <= 0.0:
             v.append(f"rollout_config.{key} = {getattr(rollout, key)} must be > 0 seconds.")
