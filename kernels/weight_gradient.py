@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from precision_kernels.dispatch import implementation
 from precision_kernels.prepared import DTYPES, LinearFormats, dequantise, rows_of_one
 from precision_kernels.reference.formats import Quantised
 
-_MARK = "_precision_kernels_accumulates_in_place"
+_marked = WeakTensorKeyDictionary()
+"""Leaves of `accumulate_in_place`. An attribute of the tensor would travel with its copies and pickles."""
 
 
 class Remake(NamedTuple):
@@ -107,10 +110,11 @@ def accumulate_in_place(parameters: Iterable[torch.Tensor]) -> None:
     """Let a linear's weight gradient be added to these leaves' ``.grad`` by its GEMM, where that is there and fp32.
 
     The first backward pass after ``.grad`` became None goes through autograd. From the second on autograd sees no
-    gradient of such a parameter, so the caller promises to use ``backward()``, never `torch.autograd.grad`, and to
-    have no `DistributedDataParallel` or other listener to its accumulation. A parameter with hooks keeps autograd's
-    road, as does a ``.grad`` that is not fp32 or not contiguous, and one of several that are one GEMM (q, k, v) whose
-    ``.grad`` do not lie below each other. Copies of a parameter are not marked.
+    gradient of such a parameter, so the caller promises to have no `DistributedDataParallel` or other listener to its
+    accumulation. Autograd's road stays for a parameter with hooks, in `torch.autograd.grad` and in ``backward`` for
+    other inputs, for a ``.grad`` that is not fp32, not contiguous or part of a graph (create_graph), and for one of
+    several that are one GEMM (q, k, v) whose ``.grad`` do not lie below each other. Copies of a parameter, pickled
+    ones too, are not marked.
     Raises ValueError for a tensor that is no leaf that requires grad.
     """
     for parameter in parameters:
@@ -119,24 +123,37 @@ def accumulate_in_place(parameters: Iterable[torch.Tensor]) -> None:
                 "accumulate_in_place: only leaves that require grad have a .grad to add to, got a tensor of shape "
                 f"{tuple(parameter.shape)} with is_leaf={parameter.is_leaf}, requires_grad={parameter.requires_grad}"
             )
-        setattr(parameter, _MARK, True)
+        _marked[parameter] = True
 
 
 def marked(weight: torch.Tensor | None) -> torch.Tensor | None:
     """The weight if `accumulate_in_place` was called for it."""
-    return weight if weight is not None and hasattr(weight, _MARK) else None
+    return weight if weight is not None and weight in _marked else None
 
 
 def main_gradient(weights: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The fp32 matrix [N1 + N2 + ..., K] that a backward pass adds to, rows of all ``.grad``; None: autograd's road."""
-    if torch.is_grad_enabled():  # create_graph: the gradient itself will be differentiated
-        return None
+    """The fp32 matrix [N1 + N2 + ..., K] that a backward pass adds to, rows of all ``.grad``; None: autograd's road.
+
+    To be called in that pass.
+    """
     grads = []
     for weight in weights:
         if weight is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
             return None
         grad = weight.grad
-        if grad is None or grad.dtype != torch.float32 or grad.shape != weight.shape:
+        if grad is None or grad.dtype != torch.float32 or grad.shape != weight.shape or grad.requires_grad:
+            return None
+        if not _accumulates(weight):
             return None
         grads.append(grad)
     return rows_of_one(grads)
+
+
+def _accumulates(leaf: torch.Tensor) -> bool:
+    """Whether the running backward pass ends in ``leaf.grad``: not so in `torch.autograd.grad`, or for other inputs."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError as error:  # torch's answer for a leaf of which autograd.grad was asked
+        if "autograd.grad" not in str(error):
+            raise
+        return False

@@ -16,8 +16,8 @@ class Gradients:
 
     torch accumulates in the parameter's dtype; with bf16 masters eight bits of mantissa lose every
     micro-batch below 1/256 of the sum. fp32 parameters use `param.grad` itself, without a copy; from the second
-    micro-batch on the weight gradients of linears are added to it by their GEMM. The learner listens to no parameter
-    and calls `backward` only, which is what `accumulate_in_place` asks for.
+    micro-batch on the weight gradients of linears are added to it by their GEMM. The learner listens to no parameter,
+    which is what `accumulate_in_place` asks for.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]):

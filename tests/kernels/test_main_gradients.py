@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -119,8 +121,8 @@ def test_listeners_and_gradients_apart_keep_autograds_road(change):
         assert_same_bits(a, b)
 
 
-def test_masters_below_fp32_and_copies_keep_autograds_road():
-    """A bf16 .grad is not written by the GEMM; a copy of a marked parameter is not marked."""
+def test_masters_below_fp32_keep_autograds_road():
+    """A bf16 .grad is not written by the GEMM."""
     weights = parameters(dtype=torch.bfloat16)
     pk.accumulate_in_place(weights)
     plain = parameters(dtype=torch.bfloat16)
@@ -129,9 +131,64 @@ def test_masters_below_fp32_and_copies_keep_autograds_road():
         backward(plain, seed)
     for a, b in zip(weights, plain, strict=True):
         assert_same_bits(a.grad, b.grad)
-    copied = copy.deepcopy(weights)
+
+
+def _loaded(weights):
+    file = io.BytesIO()
+    torch.save(weights, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda w: [copy.copy(w[0])], lambda w: pickle.loads(pickle.dumps(w)), _loaded]
+)
+def test_copies_are_not_marked(copied):
+    """Nobody promised anything about a copy, a pickled or a saved parameter."""
+    weights = parameters()
+    pk.accumulate_in_place(weights)
     assert pk.weight_gradient.marked(weights[0]) is weights[0]
-    assert pk.weight_gradient.marked(copied[0]) is None
+    assert pk.weight_gradient.marked(copied(weights)[0]) is None
+
+
+@pytest.mark.parametrize("of", ["weights and x", "x", "backward(inputs=[x])"])
+def test_gradients_that_are_asked_for_do_not_go_to_grad(of):
+    """autograd.grad gives the gradients of marked weights, and no pass writes a .grad that it was not asked for."""
+    weights = parameters()
+    pk.accumulate_in_place(weights)
+    backward(weights, 1)
+    before = [w.grad.clone() for w in weights]
+    x = normal(40, K, 2).bfloat16().requires_grad_()
+    joint = pk.prepare_joint(weights[:3], FP8, torch.bfloat16)
+    outputs = (*pk.linears(x, weights[:3], [None] * 3, FP8, joint), pk.linear(x, weights[3], None, FP8))
+    loss = sum(y.float().square().sum() for y in outputs)
+    if of == "weights and x":
+        asked = torch.autograd.grad(loss, [*weights, x], retain_graph=True)
+        for w in weights:
+            w.grad = None
+        loss.backward()
+        for w, grad in zip(weights, asked, strict=False):
+            assert_same_bits(w.grad, grad)
+        return
+    if of == "x":
+        torch.autograd.grad(loss, x)
+    else:
+        loss.backward(inputs=[x])
+    for w, expected in zip(weights, before, strict=True):
+        assert_same_bits(w.grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_with_a_graph_is_not_written_to():
+    """After backward(create_graph=True) .grad belongs to a graph: autograd adds to it."""
+    weights = parameters()
+    pk.accumulate_in_place(weights)
+    weights[3].grad = (weights[3].detach().requires_grad_() * 2).float()
+    kept = weights[3].grad
+    expected = kept.detach().clone()
+    pk.linear(normal(40, K, 2).bfloat16(), weights[3], None, FP8).float().sum().backward(create_graph=True)
+    assert_same_bits(kept.detach(), expected)
+    assert not torch.equal(weights[3].grad, expected)
 
 
 def test_zeroed_gradients_are_added_to_and_none_starts_anew():
