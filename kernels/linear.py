@@ -27,6 +27,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from precision_kernels.dispatch import implementation
 from precision_kernels.prepared import (
@@ -83,6 +84,7 @@ class _Linears(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         count = len(ctx.prepared)
         wanted = [

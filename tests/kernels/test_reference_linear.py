@@ -146,6 +146,17 @@ def test_nothing_is_kept_for_a_frozen_weight() -> None:
 
 
 @pytest.mark.parametrize("formats", [FP8, LinearFormats()], ids=["fp8", "bf16"])
+def test_a_second_derivative_is_refused(formats: LinearFormats) -> None:
+    """The GEMMs' operands are no part of the graph of dx, so its derivative would lack the one by the weight."""
+    x, w, _, _ = operands()
+    x, w = x.requires_grad_(), w.requires_grad_()
+    y = pk.linear(x, w, None, formats).float().square().sum()
+    (dx,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.float().square().sum().backward()
+
+
+@pytest.mark.parametrize("formats", [FP8, LinearFormats()], ids=["fp8", "bf16"])
 def test_rows_of_a_linear_depend_on_themselves_only(formats: LinearFormats) -> None:
     """Forward bits of a row are the same alone, in any batch, from a master weight, prepared, or quantised
     weight.
