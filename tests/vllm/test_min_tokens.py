@@ -15,6 +15,7 @@ if importlib.util.find_spec("vllm") is None:
     )
 
 from rllib_llm.engines import SamplingParams, SamplingParamsError
+from rllib_llm.engines.vllm.requests import check_params
 from rllib_llm.sync.export import export_weights
 from tests.engines.async_cases import collect_all
 from tests.vllm.cases import deltas, prompts
@@ -91,3 +92,10 @@ def test_more_stop_ids_than_vllm_keeps_are_refused(qwen3: tuple[Any, Any]) -> No
     with pytest.raises(SamplingParamsError, match=r"stop_token_ids=\[200\](?s:.*)with 149 end-of-seq"):
         engine.generate([[3]], dataclasses.replace(PARAMS, stop_token_ids=(*range(3, 150), 200)))
     assert len(engine.generate([[3]], dataclasses.replace(PARAMS, min_tokens=0))[0]) == 2
+
+
+def test_drafted_tokens_and_min_tokens_are_refused_together() -> None:
+    """A model that sees several rows of a request cannot tell their ages; without a minimum nothing is refused."""
+    check_params(dataclasses.replace(PARAMS, min_tokens=0), (EOS,), 192, True, True)
+    with pytest.raises(SamplingParamsError, match=r"min_tokens=12 with vllm_options\['speculative_config'\]"):
+        check_params(PARAMS, (EOS,), 192, True, True)

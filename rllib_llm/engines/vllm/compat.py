@@ -85,6 +85,19 @@ def register_model() -> None:
         ModelRegistry.register_model(ARCHITECTURE, "rllib_llm.engines.vllm.model:VLLMCausalLM")
 
 
+NOT_OPTIONS = frozenset(
+    {
+        "attention_config",
+        "calculate_kv_scales",
+        "compilation_config",
+        "kv_cache_dtype",
+        "logits_processors",
+        "quantization",
+    }
+)
+"""Arguments of `vllm.LLM` that decide numerics or the law that is sampled from, and are left as vLLM has them."""
+
+
 def llm_options(device: str, *, graphs: bool, sleep_mode: bool) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that decide numerics.
 

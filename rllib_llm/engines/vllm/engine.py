@@ -225,7 +225,8 @@ class VLLMEngine(RolloutEngine):
             )
         check_sampling_policy(self.policy, params)
         check_prompts(prompts, self.vocab, self.max_model_len)
-        check_params(params, self._eos, self.vocab, self._options.has_tokenizer)
+        drafts = self._options.extra.get("speculative_config") is not None
+        check_params(params, self._eos, self.vocab, self._options.has_tokenizer, drafts)
 
     @property
     def place(self) -> Place:

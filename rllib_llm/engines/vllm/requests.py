@@ -18,8 +18,13 @@ MOST_BANNED_IDS = 128
 """vLLM's GPU sampler keeps so many stop ids of a request that has `min_tokens` (0.26 to 0.32)."""
 
 
-def check_params(params: SamplingParams, eos: Sequence[int], vocab: int, has_tokenizer: bool) -> None:
-    """Refuse what vLLM would fail on in the middle of a step.
+def check_params(
+    params: SamplingParams, eos: Sequence[int], vocab: int, has_tokenizer: bool, speculative: bool = False
+) -> None:
+    """Refuse what vLLM would fail on in the middle of a step, or sample from another law than was asked for.
+
+    Args:
+        speculative: vLLM drafts tokens: a request then has several rows of logits, of different ages.
 
     Raises:
         SamplingParamsError: lists all violations.
@@ -30,6 +35,11 @@ def check_params(params: SamplingParams, eos: Sequence[int], vocab: int, has_tok
         problems.append(
             f"min_tokens={params.min_tokens} with {len(banned)} end-of-sequence and stop ids: vLLM keeps "
             f"{MOST_BANNED_IDS} of them apart; use fewer, min_tokens=0, or engine='torch'"
+        )
+    if params.min_tokens and speculative:
+        problems.append(
+            f"min_tokens={params.min_tokens} with vllm_options['speculative_config']: which drafted tokens are among "
+            "the first is not known to the model, which bans stop ids there; use min_tokens=0, or no drafts"
         )
     if params.stop and not has_tokenizer:
         problems.append(f"stop={params.stop}: needs a model directory with a tokenizer; use stop_token_ids")

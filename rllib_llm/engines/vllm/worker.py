@@ -290,7 +290,7 @@ def _llm_arguments(
     }
     arguments |= _sizes(options)
     numerics = compat.llm_options(options.device, graphs=options.cuda_graphs, sleep_mode=options.sleep_mode)
-    taken = sorted(set(options.extra) & set(arguments | numerics))
+    taken = sorted(set(options.extra) & {*arguments, *numerics, *compat.NOT_OPTIONS})
     if taken:
         raise ValueError(
             f"vllm_options {', '.join(taken)}: set by the policy and the engine's own options; another value would "
