@@ -217,6 +217,8 @@ def linears(
         else:
             ready.append(one if one is not None else prepare_weight(weight, formats, x.dtype))
     _check(x.shape, ready, parameters, biases, formats, quantised)
+    if not torch.is_grad_enabled():  # nothing is to be kept for a weight gradient
+        parameters = [None] * len(ready)
     outputs = _Linears.apply(
         x.reshape(-1, x.shape[-1]),
         formats,

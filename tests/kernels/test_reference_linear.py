@@ -11,6 +11,7 @@ import torch
 
 import precision_kernels as pk
 from precision_kernels import LinearFormats, reference
+from precision_kernels.dispatch import observed
 from precision_kernels.linear import DTYPES
 from tests.edge_cases import assert_same_bits, normal, row_contexts
 
@@ -143,6 +144,16 @@ def test_nothing_is_kept_for_a_frozen_weight() -> None:
         y = pk.linear(leaf, w, None, FP8)
     assert kept == []
     assert_same_bits(torch.autograd.grad(y, leaf, dy)[0], run(FP8, x, w, None, dy)[1])
+
+
+def test_nothing_is_made_for_a_weight_gradient_without_grad_mode() -> None:
+    """Scoring under no_grad quantises x for the forward only, though the weight is a parameter; bits are the same."""
+    x, w, _, _ = operands()
+    w = w.requires_grad_()
+    trained, calls = pk.linear(x, w, None, FP8), []
+    with torch.no_grad(), observed(lambda operator, *_: calls.append(operator)):
+        assert_same_bits(pk.linear(x, w, None, FP8), trained.detach())
+    assert calls == ["quantise_weight", "quantise_activation", "block_fp8_matmul"]
 
 
 @pytest.mark.parametrize("formats", [FP8, LinearFormats()], ids=["fp8", "bf16"])
