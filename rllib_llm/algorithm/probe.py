@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rllib_llm.algorithm.fleet import call_runners
 from rllib_llm.env_runner import Reply
 from rllib_llm.mismatch import LayerMismatch, capture, compare_captures
-from rllib_llm.mismatch.localise import Localisation, compare_traces
+from rllib_llm.mismatch.localise import Localisation, compare_traces, with_training
 from rllib_llm.mismatch.workload import Workload, trace_learner, trace_rollout
 from rllib_llm.models import PackedBatch
 
@@ -49,7 +49,11 @@ def probe_operators(algo: GRPO, sequences: Sequence[Sequence[int]]) -> dict[int,
         partial(_trace_of_learner, workload=workload),
         partial(_trace_of_runner, workload=workload),
     )
-    return {i: compare_traces(train, side, workload) for i, side in sides.items()}
+    scores, step = train
+    return {
+        i: with_training(compare_traces(scores, side, workload), step, scores, workload)
+        for i, side in sides.items()
+    }
 
 
 def _both_sides(
@@ -81,7 +85,7 @@ def _of_runner(runner: Any, sequences: list[list[int]], modules: Sequence[str] |
 
 
 def _trace_of_learner(learner: Any, workload: Workload) -> Any:
-    return trace_learner(learner.lm_module.lm, workload)
+    return tuple(trace_learner(learner.lm_module.lm, workload, training) for training in (False, True))
 
 
 def _trace_of_runner(runner: Any, workload: Workload) -> Reply:

@@ -209,7 +209,7 @@ def _differing(found: Localisation) -> int:
 def _answer(found: Localisation) -> str:
     first = found.first
     if first is None:
-        return "EQUAL: every operator gives the same bits on both sides."
+        return "EQUAL: every operator gives the same bits on both sides, and in a training step."
     operators = (
         first.operator if first.operator == first.rollout_operator
         else f"learner: {first.operator}, rollout: {first.rollout_operator}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from rllib_llm.mismatch.trace import Site, Trace
 from rllib_llm.mismatch.workload import ENGINE_SITE, Token, Workload, trace_learner, trace_rollout
 from rllib_llm.models import load_pretrained
 
+TRAINING = "training"
+"""Sites below it are a training step's; what they are compared with is the learner's own score."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -106,6 +108,8 @@ def localise(
 ) -> tuple[Localisation, Workload]:
     """Samples with the engine, replays on its model and on the learner's, compares every operator.
 
+    What the learner's training steps compute in other operators follows (`with_training`).
+
     Args:
         model: directory or shipped name. policy: whatever `load_policy` takes.
         prompts: token ids. max_new_tokens: 0 compares the prompts' prefill only.
@@ -128,8 +132,10 @@ def localise(
         theirs = trace_rollout(rollout.model, workload, max_prefill_tokens=rollout.max_prefill_tokens)
     finally:
         rollout.close()
-    ours = trace_learner(load_pretrained(model, policy, "train").to(device), workload)
-    return compare_traces(ours, theirs, workload), workload
+    learner = load_pretrained(model, policy, "train").to(device)
+    ours = trace_learner(learner, workload)
+    found = compare_traces(ours, theirs, workload)
+    return with_training(found, trace_learner(learner, workload, training=True), ours, workload), workload
 
 
 def require_traceable(engine: str) -> None:
@@ -167,6 +173,24 @@ def compare_traces(learner: Trace, rollout: Trace, workload: Workload) -> Locali
     return Localisation(
         found.comparisons, tuple(_evidence(found.first.site, learner, rollout)), found.one_side_only
     )
+
+
+def with_training(found: Localisation, training: Trace, learner: Trace, workload: Workload) -> Localisation:
+    """``found`` and, behind it, a training step's forward against the learner's scores, at sites "training.…".
+
+    With gradients, norms and SiLU hand over codes, and other operators make them (`precision_kernels.coded`,
+    `precision_kernels.feed_forward`). ``training``, ``learner``: `trace_learner` of one model, with and without.
+    """
+    inner = compare_traces(training, learner, workload)
+    rows = tuple(replace(c, site=f"{TRAINING}.{c.site}") for c in inner.comparisons)
+    evidence = found.evidence
+    if found.equal and inner.first is not None:
+        step, score = training.sites[inner.first.site], learner.sites[inner.first.site]
+        evidence = (
+            "the learner scores as the rollout does, but its training step does not give these scores: made by "
+            f"{step.implementation or step.operator} there, by {score.implementation or score.operator} in the scores",
+        )
+    return Localisation(found.comparisons + rows, evidence, found.one_side_only)
 
 
 def _compare(name: str, part: str, ours: Site, theirs: Site, workload: Workload) -> OperatorComparison:

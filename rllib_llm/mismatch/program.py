@@ -22,33 +22,54 @@ Tensors = Mapping[str, Tensor]
 KINDS: dict[str, str] = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
+    "rms_norm_quantise": "norm",
+    "add_rms_norm_quantise": "norm",
     "block_fp8_matmul": "linear",
     "invariant_matmul": "linear",
     "rotary": "rotary",
     "attention": "attention",
     "silu_mul": "silu_mul",
+    "silu_mul_saving": "silu_mul",
+    "silu_mul_quantise_both": "silu_mul",
     "token_logprobs": "log_probs",
 }
 """Operator -> kind of step. Operators that are not listed prepare something (weights, codes, tables): their results
-are compared where a listed operator reads them."""
+are compared where a listed operator reads them. Codes that a listed one returns are compared there, too."""
 
-QUANTISERS = ("quantise_activation", "quantise_both")
+QUANTISERS = (
+    "quantise_activation",
+    "quantise_both",
+    "rms_norm_quantise",
+    "add_rms_norm_quantise",
+    "silu_mul_quantise_both",
+)
 """Operators that make the codes which an fp8 linear reads."""
+
+
+def _codes(q: Quantised) -> dict[str, Tensor]:
+    return {"scales": q.scales, "codes": q.codes}
+
 
 _RESULTS: dict[str, Callable[[Any], Tensors]] = {
     "rms_norm": lambda r: {"": r[0]},
     "add_rms_norm": lambda r: {"residual": r[1], "normalised": r[0]},
+    "rms_norm_quantise": lambda r: _codes(r[0]),
+    "add_rms_norm_quantise": lambda r: {"residual": r[1], **_codes(r[0])},
     "block_fp8_matmul": lambda r: {"": r},
     "invariant_matmul": lambda r: {"": r},
     "rotary": lambda r: {"q": r[0], "k": r[1]},
     "attention": lambda r: {"": r[0]},
     "silu_mul": lambda r: {"": r},
+    "silu_mul_saving": lambda r: {"": r[0]},
+    "silu_mul_quantise_both": lambda r: _codes(r[0]),
     "token_logprobs": lambda r: {"": r[0]},
 }
 
 _SETTINGS: dict[str, Mapping[str, Callable[[Arguments], Any]]] = {
     "rms_norm": {"eps": lambda a: a[2]},
     "add_rms_norm": {"eps": lambda a: a[3]},
+    "rms_norm_quantise": {"eps": lambda a: a[2]},
+    "add_rms_norm_quantise": {"eps": lambda a: a[3]},
     "block_fp8_matmul": {"scale_format": lambda a: a[1].scale_format},
     "quantise_activation": {"scale_format": lambda a: a[0].scale_format},
     "token_logprobs": {"temperature": lambda a: float(a[2])},
@@ -166,7 +187,7 @@ def _input(module: str) -> Reading:
 
     def read(arguments: Arguments) -> Tensors:
         x = arguments[0]
-        return {"scales": x.scales, "codes": x.codes} if isinstance(x, Quantised) else {}
+        return _codes(x) if isinstance(x, Quantised) else {}
 
     return Reading(f"{module}.input", "quantise_activation", read)
 

@@ -75,7 +75,7 @@ class Recorder:
         self._body, self._head = body(model.architecture, model.plan), head()
         self._program: tuple[Step, ...] = ()
         self._done = self._taken = 0
-        self._quantiser = ""
+        self._quantiser = ("", "")
         self._rows = torch.empty(0, dtype=torch.int64)
 
     @contextmanager
@@ -103,7 +103,7 @@ class Recorder:
 
     def _see(self, operator: str, chosen: Implementation, arguments: tuple[Any, ...], result: Any) -> None:
         if operator in QUANTISERS:
-            self._quantiser = chosen.identity
+            self._quantiser = (operator, chosen.identity)
         kind = KINDS.get(operator)
         if kind is None:
             return
@@ -129,9 +129,9 @@ class Recorder:
 
     def _keep_reading(self, reading: Reading, arguments: tuple[Any, ...], count: int) -> None:
         if tensors := reading.read(arguments):
-            identity = self._quantiser if reading.operator in QUANTISERS else ""
+            made_by = self._quantiser if reading.operator in QUANTISERS else (reading.operator, "")
             found = settings(reading.operator, arguments)
-            self._keep(self._site(reading.site, reading.operator, identity, found), dict(tensors), count)
+            self._keep(self._site(reading.site, *made_by, found), dict(tensors), count)
 
     def _site(self, name: str, operator: str, identity: str, found: dict[str, str]) -> Site:
         if name not in self.trace.sites:

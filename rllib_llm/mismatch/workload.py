@@ -96,16 +96,22 @@ class Workload:
         return Token(index, position, "prompt" if position < len(self.samples[index].prompt) else "answer")
 
 
-def trace_learner(model: CausalLM, workload: Workload) -> Trace:
-    """The learner's side (side "train"): one packed forward of whole sequences, log-probs of the scored rows."""
+def trace_learner(model: CausalLM, workload: Workload, training: bool = False) -> Trace:
+    """The learner's side (side "train"): one packed forward of whole sequences, log-probs of the scored rows.
+
+    training: as a training step computes them, with the operators that keep what its backward needs; else as the
+    learner scores, without gradients.
+    """
     recorder = Recorder(model)
     device = model.model.embed_tokens.weight.device
     batch = PackedBatch.from_sequences([s.ids for s in workload.samples]).to(device)
-    with torch.no_grad():
+    with torch.set_grad_enabled(training):
         with recorder.forward(torch.arange(workload.starts[-1])):
             hidden = model(batch)
         _score(model, recorder, hidden[workload.scored.to(device)], workload.scored, workload)
     trace = recorder.trace
+    if training:
+        return trace
     _describe(trace, model)
     trace.weights = dict(export_weights(model, 1).hashes)
     if any(s.reported is not None for s in workload.samples) and "log_probs" in trace.sites:
