@@ -415,7 +415,7 @@ def run(*arguments: str) -> int:
 
 
 def test_cli_equal_is_0(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The shipped model under unified-fp8, prompts from a file and from the command line, training too: exit status 0."""
+    """The shipped model under unified-fp8, prompts from a file and the command line, training too: exit status 0."""
     file = tmp_path / "prompts.txt"
     file.write_text("7 - 2 =\n\n4 + 4 =\n")
     assert (
