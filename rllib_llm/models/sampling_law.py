@@ -16,6 +16,8 @@ from precision_kernels import log_softmax, token_logprobs
 from precision_kernels.reference import exp
 
 BANNED_LOGIT = float("-inf")
+_PROBABILITY_ONE = 2.0**52
+"""Probabilities are summed in units of 2^-52: exact in any order, and fp32 values above 2^-28 lose nothing."""
 
 
 def effective_temperature(temperature: float) -> float:
@@ -49,9 +51,9 @@ def support(scaled: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         keep = keep & (scaled >= kth)
     if top_p < 1.0:
         ordered = scaled.masked_fill(~keep, BANNED_LOGIT).sort(dim=-1, descending=True).values
-        reached = exp(log_softmax(ordered)).cumsum(dim=-1)
-        before = torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=-1)
-        last = (before < top_p).sum(dim=-1, keepdim=True) - 1
+        # Whole numbers: CUDA's cumsum of floats takes other partial sums for other numbers of rows.
+        reached = (exp(log_softmax(ordered)) * _PROBABILITY_ONE).to(torch.int64).cumsum_(dim=-1)
+        last = (reached[:, :-1] < int(top_p * _PROBABILITY_ONE)).sum(dim=-1, keepdim=True)
         keep = keep & (scaled >= ordered.gather(-1, last))
     return keep
 

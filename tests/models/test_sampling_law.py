@@ -1,6 +1,10 @@
+import math
+
 import pytest
 import torch
 
+from precision_kernels import log_softmax
+from precision_kernels.reference import exp
 from rllib_llm.engines.sampler import sample, sequence_uniforms
 from rllib_llm.models import sampling_law
 from rllib_llm.models.sampling_law import logprobs_of, support
@@ -81,6 +85,29 @@ def test_ties_do_not_depend_on_the_order_of_the_vocabulary():
     assert support(row, 2, 1.0)[0].tolist() == [False, True, True, True, False, True]
     permutation = torch.tensor([5, 0, 3, 1, 4, 2])
     assert torch.equal(support(row[:, permutation], 2, 0.9), support(row, 2, 0.9)[:, permutation])
+
+
+def test_top_p_compares_exact_sums():
+    """A set whose probability is below top_p by 1e-10 is not enough, one above it by 1e-10 is, which fp32 cannot tell."""
+    [row] = random_logits(1)
+    ordered = exp(log_softmax(row.sort(descending=True).values[None]))[0].tolist()
+    for count in range(1, 20):
+        mass = math.fsum(ordered[:count])
+        assert support(row[None], 0, mass - 1e-10).sum() == count
+        assert support(row[None], 0, mass + 1e-10).sum() == count + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [300, 4096, 151_936])
+def test_on_a_gpu_a_rows_support_does_not_depend_on_the_other_rows(vocab):
+    """Rows alone, among few and among many have the same support, for many top_p."""
+    logits = torch.randn(64, vocab, generator=torch.Generator().manual_seed(2)).cuda()
+    for top_p in torch.linspace(0.05, 0.999, 40).tolist():
+        together = support(logits, 0, top_p)
+        many = support(logits.repeat(32, 1)[: (1 << 27) // vocab], 0, top_p)[:64]
+        assert torch.equal(together, many)
+        for rows in (1, 3):
+            assert torch.equal(support(logits[:rows], 0, top_p), together[:rows])
 
 
 def test_a_target_outside_the_own_support_keeps_a_finite_logprob():
