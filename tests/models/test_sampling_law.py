@@ -88,7 +88,7 @@ def test_ties_do_not_depend_on_the_order_of_the_vocabulary():
 
 
 def test_top_p_compares_exact_sums():
-    """A set whose probability is below top_p by 1e-10 is not enough, one above it by 1e-10 is, which fp32 cannot tell."""
+    """A set whose probability is below top_p by 1e-10 is not enough, one above it is; fp32 cannot tell them."""
     [row] = random_logits(1)
     ordered = exp(log_softmax(row.sort(descending=True).values[None]))[0].tolist()
     for count in range(1, 20):
