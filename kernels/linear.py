@@ -185,6 +185,24 @@ def _dgrad(grads, rows, prepared, formats: LinearFormats, dtype: torch.dtype) ->
 Weight = torch.Tensor | Quantised | PreparedWeight
 
 
+def _ready(
+    weights: Sequence[Weight], prepared, formats: LinearFormats, dtype: torch.dtype
+) -> list[PreparedWeight]:
+    """The weights as their GEMMs read them, each as it was ``prepared`` (see `linears`) if it was."""
+    given: Sequence[PreparedWeight | None]
+    if isinstance(prepared, JointWeight):
+        given = prepared.parts
+    else:
+        given = [None] * len(weights) if prepared is None else prepared
+    ready = []
+    for weight, one in zip(weights, given, strict=True):
+        if isinstance(weight, PreparedWeight):
+            ready.append(weight)
+        else:
+            ready.append(one if one is not None else prepare_weight(weight, formats, dtype))
+    return ready
+
+
 def linears(
     x: torch.Tensor,
     weights: Sequence[Weight],
@@ -204,18 +222,8 @@ def linears(
     Raises ValueError listing everything that does not fit.
     """
     joint = prepared if isinstance(prepared, JointWeight) else None
-    given: Sequence[PreparedWeight | None]
-    if isinstance(prepared, JointWeight):
-        given = prepared.parts
-    else:
-        given = [None] * len(weights) if prepared is None else prepared
-    ready, parameters = [], []
-    for weight, one in zip(weights, given, strict=True):
-        parameters.append(weight if isinstance(weight, torch.Tensor) else None)
-        if isinstance(weight, PreparedWeight):
-            ready.append(weight)
-        else:
-            ready.append(one if one is not None else prepare_weight(weight, formats, x.dtype))
+    ready = _ready(weights, prepared, formats, x.dtype)
+    parameters = [weight if isinstance(weight, torch.Tensor) else None for weight in weights]
     _check(x.shape, ready, parameters, biases, formats, quantised)
     if not torch.is_grad_enabled():  # nothing is to be kept for a weight gradient
         parameters = [None] * len(ready)
