@@ -77,8 +77,8 @@ class InProcessUpdate(Incoming):
         batch: Batch = []
         size = 0
         for name, tensor in self.source():
-            if (dtype_name(tensor.dtype), tuple(tensor.shape)) != _pair(self.manifest.specs[name]):
-                raise WeightTransportError(f"{name} has another dtype or shape than its manifest says")
+            if self.manifest.specs.get(name) != TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape)):
+                raise WeightTransportError(f"{name}: not in the manifest with this dtype and shape")
             batch.append((name, 0, flat_bytes(tensor)))
             size += batch[-1][2].numel()
             if size >= _BATCH_BYTES:
@@ -98,10 +98,6 @@ class InProcessUpdate(Incoming):
 
     def close(self) -> None:
         pass
-
-
-def _pair(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
-    return spec.dtype, spec.shape
 
 
 def receive(

@@ -306,6 +306,24 @@ def test_buckets_hold_every_byte_once_and_aligned(size: int) -> None:
             buckets(specs, wrong)
 
 
+@pytest.mark.parametrize("reading", [1, 2])
+def test_a_tensor_that_was_not_announced_ends_an_update_in_process(
+    engines: list[Any], learner: Any, reading: int
+) -> None:
+    """In the first reading the engine keeps its weights, in the second it has none; both are errors of an update."""
+    readings = []
+
+    def source() -> Any:
+        readings.append(1)
+        more = {"model.extra.weight": torch.zeros(3)} if len(readings) == reading else {}
+        return [*learner.rollout_tensors(), *more.items()]
+
+    kind = WeightSyncError if reading == 1 else EngineError
+    with pytest.raises(kind, match=r"model\.extra\.weight: not in the manifest"):
+        engines[0].update_weights(InProcessUpdate(export_manifest(learner, 5), source))
+    assert engines[0].weights_version == (4 if reading == 1 else NO_WEIGHTS)
+
+
 def test_an_engine_in_the_learners_process_hashes_what_it_holds(engines: list[Any], learner: Any) -> None:
     """No host copy: the tensors themselves are read, and the receipt is of the engine's own memory."""
     manifest = export_manifest(learner, 5)
