@@ -142,6 +142,20 @@ def _loss_scaling(t: Any) -> Iterator[Violation]:
         )
 
 
+@_rule("compute_dtype", "linear")
+def _overflow_is_seen(t: Any) -> Iterator[Violation]:
+    # An fp8 dgrad saturates as well, but a weight gradient of another format shows the infinity.
+    where = [] if t.compute_dtype != "float16" else ["compute_dtype float16"]
+    where += [] if t.linear.dgrad != "fp16" else ["linear.dgrad fp16"]
+    if where and t.linear.wgrad == "fp8":
+        problem = (
+            f"with {' and '.join(where)} gradients may overflow; fp8 saturates infinities, "
+            "so no gradient would show it, and loss_scaling would keep its scale"
+        )
+        remedy = "use fp16, bf16 or fp32, or compute_dtype bfloat16 and dgrad fp8 or bf16"
+        yield Violation("linear.wgrad", "fp8", problem, remedy)
+
+
 _BOUNDS = {  # kind -> (lower, upper): "need" | "may" | "no"
     "none": ("no", "no"),
     "tis_token": ("no", "need"),

@@ -51,7 +51,7 @@ def test_malformed_values_and_impossible_combinations_come_in_one_message() -> N
 
 def test_rules_still_run_beside_a_malformed_section() -> None:
     """A broken guard does not hide that fp16 gradients lack a loss scale."""
-    found = violations({"guard": {"patience": 0}, "linear": {"dgrad": "fp16"}})
+    found = violations({"guard": {"patience": 0}, "linear": {"wgrad": "fp16"}})
     assert set(found) == {"guard.patience", "loss_scaling"}
 
 
@@ -76,6 +76,8 @@ def test_rules_still_run_beside_a_malformed_section() -> None:
         ),
         ({"quantisation": {"scale_floor": 1e-4}}, "quantisation.scale_floor", "out of range"),
         ({"linear": {"wgrad": "fp16"}}, "loss_scaling", "6e-8"),
+        ({"linear": {"dgrad": "fp16"}}, "linear.wgrad", "overflow"),
+        ({"compute_dtype": "float16"}, "linear.wgrad", "overflow"),
         ({"correction": {"kind": "tis_token"}}, "correction.upper", "needs this bound"),
         ({"correction": {"kind": "icepop", "upper": 2.0}}, "correction.lower", "needs this bound"),
         (
@@ -135,7 +137,7 @@ def test_a_remedy_named_in_a_message_works() -> None:
     load_policy(
         {
             "extends": "unified-fp8",
-            "linear": {"dgrad": "fp16"},
+            "linear": {"dgrad": "fp16", "wgrad": "fp16"},
             "loss_scaling": {"initial": 65536.0, "growth_interval": 1000},
         }
     )
