@@ -78,6 +78,28 @@ def test_vllm_samples_while_nobody_waits(qwen3: tuple[Any, Any]) -> None:
     assert list(done) == [request]
 
 
+def test_an_interrupted_collect_leaves_nothing_pending(
+    qwen3: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Completions that were on their way when the caller was interrupted are gone: no request waits for them."""
+    _, engine = qwen3
+    call = engine._actor.call
+
+    def interrupted(method: str, *arguments: Any, **keywords: Any) -> Any:
+        answer = call(method, *arguments, **keywords)
+        if method == "collect" and answer:
+            raise KeyboardInterrupt
+        return answer
+
+    engine.submit([[5, 6], [7]], async_cases.PARAMS)
+    monkeypatch.setattr(engine._actor, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        async_cases.collect_all(engine)
+    monkeypatch.undo()
+    assert engine.pending == 0
+    assert len(engine.generate([[5]], async_cases.PARAMS)[0]) == 2
+
+
 def test_a_failing_step_is_an_error_of_collect(qwen3: tuple[Any, Any]) -> None:
     """What breaks in the stepping thread is raised to the caller, the requests are lost, and the engine goes on."""
     _, engine = qwen3

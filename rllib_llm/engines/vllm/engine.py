@@ -184,6 +184,11 @@ class VLLMEngine(RolloutEngine):
             except EngineError:
                 self._requests.clear()
                 raise
+            except (
+                BaseException
+            ):  # interrupted: what had finished may be on its way, and would never come again
+                self.abort()
+                raise
             done = self._requests.take(finished, self._version)
             if self._paused or time.monotonic() >= deadline:
                 break
