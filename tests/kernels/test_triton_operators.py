@@ -1,141 +1,15 @@
-"""Every Triton operator against its definition, bit for bit: the definition runs on the CPU, the kernel on a GPU where
-there is one and under the interpreter otherwise."""
+"""Every Triton operator but the quantisers against its definition, bit for bit."""
 
 from __future__ import annotations
-
-import importlib
 
 import pytest
 import torch
 
 from precision_kernels.reference.formats import Quantised
-from tests.edge_cases import VALUE_CASES, assert_same_bits, layouts, normal, row_contexts, shapes, value_case
+from tests.edge_cases import VALUE_CASES, assert_same_bits, normal, row_contexts, shapes, value_case
+from tests.kernels.triton_cases import DEVICE, DTYPES, GPU, REFERENCE, TRITON, check, on_device, same
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-REFERENCE = {
-    name: importlib.import_module(f"precision_kernels.reference.{name}")
-    for name in ("quantise", "norm", "fused", "activation", "rotary", "logprobs", "matmul")
-}
-TRITON = {
-    name: importlib.import_module(f"precision_kernels.triton.{name}")
-    for name in ("quantise", "norm", "norm_rotary", "activation", "rotary", "logprobs", "matmul")
-}
-QUANTISERS = ("quantise_activation", "quantise_columns", "quantise_weight")
-SHAPES = shapes(full=GPU)
 SMALL = [(3, 192), (129, 64)]
-
-
-def same(actual, expected, what: str) -> None:
-    """Bitwise equality of tensors, `Quantised` and tuples of them."""
-    if isinstance(expected, Quantised):
-        assert (actual.kind, actual.scale_format) == (expected.kind, expected.scale_format), what
-        same(actual.scales, expected.scales, f"{what} scales")
-        same(actual.codes.cpu(), expected.codes, f"{what} codes")
-    elif isinstance(expected, torch.Tensor):
-        assert_same_bits(actual, expected, what)
-    elif expected is None:
-        assert actual is None, what
-    else:
-        for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-            same(a, e, f"{what}[{i}]")
-
-
-def on_device(*values):
-    """Tensors moved, the rest as it is."""
-    return [v.to(DEVICE) if isinstance(v, torch.Tensor) else v for v in values]
-
-
-def check(module: str, name: str, *arguments, reference: str | None = None, what: str = "") -> None:
-    """The operator ``name`` of both sides gives the same bits."""
-    expected = getattr(REFERENCE[reference or module], name)(*arguments)
-    actual = getattr(TRITON[module], name)(*on_device(*arguments))
-    same(actual, expected, f"{name} {what}")
-
-
-@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
-@pytest.mark.parametrize("case", VALUE_CASES)
-@pytest.mark.parametrize("name", QUANTISERS)
-def test_quantisers_on_values(name, case, scale_format):
-    """Codes and scales are the definition's on every value case, for all three input dtypes."""
-    for dtype in DTYPES:
-        check("quantise", name, value_case(case, 130, 192, dtype), scale_format, what=f"{dtype}")
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", QUANTISERS)
-def test_quantisers_on_shapes(name, shape):
-    """Codes and scales are the definition's for empty, single, ragged and large matrices."""
-    check("quantise", name, normal(*shape).to(torch.bfloat16), "fp32", what=str(shape))
-
-
-@pytest.mark.parametrize("name", QUANTISERS)
-def test_quantisers_on_layouts(name):
-    """Strides and offsets of the input change nothing."""
-    x = normal(130, 192).to(torch.bfloat16)
-    expected = getattr(REFERENCE["quantise"], name)(x)
-    # Moving to the GPU keeps the strides of dense layouts only; slicing there makes the others.
-    for layout, view in layouts(x.to(DEVICE) if GPU else x):
-        same(getattr(TRITON["quantise"], name)(view), expected, f"{name} {layout}")
-
-
-@pytest.mark.parametrize("shape", [(0, 128), (1, 64), (129, 192), (256, 256)], ids=str)
-def test_both_directions(shape):
-    """`quantise_both` gives what the two quantisers give, and the transposed codes are whole zero-filled blocks."""
-    x = normal(*shape).to(torch.bfloat16)
-    rows, columns = TRITON["quantise"].quantise_both(x.to(DEVICE))
-    same(rows, REFERENCE["quantise"].quantise_activation(x), "rows")
-    same(columns, REFERENCE["quantise"].quantise_columns(x), "columns")
-    padded = -(-shape[0] // 128) * 128
-    whole = torch.as_strided(columns.codes, (shape[1], padded), (padded, 1)).float()
-    assert not whole[:, shape[0] :].any()
-
-
-@pytest.mark.parametrize("case", VALUE_CASES)
-def test_both_directions_on_values(case):
-    """One read gives the codes and scales of both quantisers on every value case; bf16 is packed, fp16 is not.
-
-    Whole tiles and ragged ones are two kernels.
-    """
-    shapes = [(130, 196), (128, 128), *([(4096, 4304), (300, 1000), (1024, 4096)] if GPU else [])]
-    for shape in shapes:
-        check("quantise", "quantise_both", value_case(case, *shape, torch.bfloat16), "ue8m0", what=str(shape))
-    if GPU or case == "NaN and infinities":
-        check("quantise", "quantise_both", value_case(case, 130, 196, torch.float16), what="fp16")
-
-
-@pytest.mark.parametrize("name", QUANTISERS)
-def test_dequantise(name):
-    """Codes times scales have the definition's bits in every block shape and dtype, from the layouts kernels store."""
-    for case in ("normal", "NaN and infinities", "1e-20"):
-        x = value_case(case, 130, 300, torch.bfloat16)
-        expected = getattr(REFERENCE["quantise"], name)(x)
-        actual = getattr(TRITON["quantise"], name)(x.to(DEVICE))
-        for dtype in DTYPES:
-            same(
-                TRITON["quantise"].dequantise(actual, dtype),
-                expected.dequantise(dtype),
-                f"{name} {case} {dtype}",
-            )
-
-
-def test_layouts_that_deepgemm_reads():
-    """Activation scales are column-major with 16-byte columns; weights carry their codes transposed."""
-    q = TRITON["quantise"].quantise_activation(normal(130, 300).to(DEVICE))
-    assert q.scales.stride() == (1, 132)
-    w = TRITON["quantise"].quantise_weight(normal(192, 300).to(DEVICE, torch.bfloat16))
-    transposed = w.operands["transposed"]
-    assert transposed.stride() == (1, 256)
-    same(transposed.cpu(), w.codes.cpu().contiguous(), "transposed codes")
-
-
-def test_bad_arguments_are_named():
-    """The kernels refuse what the definitions refuse, in the same words."""
-    with pytest.raises(ValueError, match=r"float64.*scale_format must be one of"):
-        TRITON["quantise"].quantise_activation(torch.zeros(2, 2, dtype=torch.float64, device=DEVICE), "e5m2")
-
-
 NORM_SHAPES = (
     shapes(full=True) if GPU else [(0, 64), (1, 1), (3, 192), (5, 576), (129, 64), (2, 4304), (1, 10944)]
 )
