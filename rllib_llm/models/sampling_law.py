@@ -51,7 +51,7 @@ def support(scaled: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         keep = keep & (scaled >= kth)
     if top_p < 1.0:
         ordered = scaled.masked_fill(~keep, BANNED_LOGIT).sort(dim=-1, descending=True).values
-        # Whole numbers: CUDA's cumsum of floats takes other partial sums for other numbers of rows.
+        # Whole numbers: the order of CUDA's cumsum depends on the number of rows (torch's ScanUtils.cuh).
         reached = (exp(log_softmax(ordered)) * _PROBABILITY_ONE).to(torch.int64).cumsum_(dim=-1)
         last = (reached[:, :-1] < int(top_p * _PROBABILITY_ONE)).sum(dim=-1, keepdim=True)
         keep = keep & (scaled >= ordered.gather(-1, last))
