@@ -2,9 +2,9 @@
 
 A provider is a module with ``implementations() -> dict[str, Implementation]``. Providers of a device are
 asked in the order of `PROVIDERS`; the first that offers an operator is bound, for the life of the process.
-There is no fallback: an operator that no provider offers raises on its first call, with the reasons why
-providers failed to load. Running the reference on an accelerator is possible, but has to be asked for
-(`bind_reference`).
+A provider that cannot be loaded is named in a warning, with the reason: a later one may serve its operators.
+An operator that no provider offers raises on its first call, with all these reasons. Running the reference
+on an accelerator is possible, but has to be asked for (`bind_reference`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 PROVIDERS: dict[str, tuple[str, ...]] = {
     "cpu": ("precision_kernels.reference.provider",),
@@ -170,6 +173,7 @@ def _table(device_type: str) -> dict[str, Implementation]:
                 offered = importlib.import_module(provider).implementations()
             except ImportError as error:
                 failures.append(f"{provider}: {error}")
+                logger.warning("on %s this provider of operators is not used: %s", device_type, failures[-1])
                 continue
             unknown = sorted(set(offered) - set(OPERATORS))
             if unknown:

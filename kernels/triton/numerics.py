@@ -250,6 +250,7 @@ def exp(x):
     p = (p + 1.6666665459e-1) * r
     p = (p + 5.0000001201e-1) * r * r + r + 1.0
     # The low bits of 1.5 * 2^23 + k are k; shifted they leave nothing of the constant. k = 128 gives infinity.
+    # The power of two as in `exp`.
     power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
     return p * power
 
@@ -271,9 +272,7 @@ def silu_bf16(g):
     p = tl.fma(p, r, 1.6666665459e-1)
     p = tl.fma(p, r, 5.0000001201e-1)
     p = tl.fma(tl.fma(p, r, 1.0), r, 1.0)
-    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(
-        tl.float32, bitcast=True
-    )  # as in `exp`
+    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
     # Numerator and denominator are quartered: the reciprocal of 2^126 < 1 + e^x < 2^128 would be subnormal.
     return (g * 0.25) * reciprocal(tl.fma(p * power, 0.25, 0.25))
 

@@ -35,9 +35,8 @@ def add_all(subparsers: Any) -> None:
 def _model_path(model: str) -> Path:
     from rllib_llm.models.paths import resolve_model_path
 
-    return (
-        Path(model) if Path(model).is_file() else resolve_model_path(model)
-    )  # a config.json may stand alone
+    # a config.json may stand alone
+    return Path(model) if Path(model).is_file() else resolve_model_path(model)
 
 
 def _config_path(name: str) -> str:

@@ -49,6 +49,18 @@ def test_a_provider_that_cannot_load_is_named(fresh_tables: None, monkeypatch: p
         dispatch.implementation("attention", "cpu")
 
 
+def test_a_provider_that_another_one_replaces_is_a_warning(
+    fresh_tables: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A provider that cannot load and whose operators a later one offers is named in the log, with the reason."""
+    later = dispatch.PROVIDERS["cpu"]
+    monkeypatch.setattr(dispatch, "PROVIDERS", {"cpu": ("precision_kernels.no_such_provider", *later)})
+    with caplog.at_level("WARNING", logger="precision_kernels.dispatch"):
+        assert dispatch.implementation("rms_norm", "cpu") is reference.rms_norm
+    assert "on cpu" in caplog.text
+    assert "No module named 'precision_kernels.no_such_provider'" in caplog.text
+
+
 def test_a_provider_with_an_unknown_operator_is_refused(
     fresh_tables: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,10 +184,8 @@ class VLLMEngine(RolloutEngine):
             except EngineError:
                 self._requests.clear()
                 raise
-            except (
-                BaseException
-            ):  # interrupted: what had finished may be on its way, and would never come again
-                self.abort()
+            except BaseException:
+                self.abort()  # interrupted: what had finished may be on its way, and would never come again
                 raise
             done = self._requests.take(finished, self._version)
             if self._paused or time.monotonic() >= deadline:
