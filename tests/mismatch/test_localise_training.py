@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from precision_kernels import Implementation, Quantised, bind, reference
-from precision_kernels.dispatch import _table
+from precision_kernels import Quantised, reference
 from precision_policies import available, load_policy
 from rllib_llm.mismatch.localise import Localisation, compare_traces, with_training
 from rllib_llm.mismatch.workload import Workload, trace_learner
+from tests.mismatch.localise_cases import bound
 from tests.models.cases import CONFIGS, make_model, random_sequences
 
 JOINABLE = LlamaConfig(
@@ -94,12 +94,8 @@ def test_an_operator_that_only_training_calls_is_named(
     model = joinable_model(monkeypatch, saved_as_codes() if "saving" in operator else "unified-fp8")
     workload = Workload.prompts_only(random_sequences((4, 9), 128))
     scores = trace_learner(model, workload)
-    before = _table("cpu")[operator]
-    bind(operator, "cpu", Implementation(f"tests.{operator}", "1", plant(getattr(reference, operator))))
-    try:
+    with bound(operator, plant(getattr(reference, operator))):
         found = compared(model, workload, scores)
-    finally:
-        bind(operator, "cpu", before)
     assert found.first is not None
     assert found.first.name == site
     assert found.first.operator == operator

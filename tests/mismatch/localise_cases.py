@@ -1,0 +1,47 @@
+"""Two sides for the bisecting tool: a learner's model, an engine with its weights, and what is fed to both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from precision_kernels import Implementation, bind
+from precision_kernels.dispatch import _table
+from rllib_llm.engines import SamplingParams, make_engine
+from rllib_llm.mismatch.localise import Localisation, compare_traces
+from rllib_llm.mismatch.workload import Workload, trace_learner, trace_rollout
+from rllib_llm.sync.export import export_weights
+from tests.models.cases import make_model, random_sequences
+
+LENGTHS = (1, 17, 5)
+
+
+@contextmanager
+def bound(operator: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Another implementation of one operator on the CPU, for one phase."""
+    before = _table("cpu")[operator]
+    bind(operator, "cpu", Implementation(f"tests.{operator}", "1", function))
+    try:
+        yield
+    finally:
+        bind(operator, "cpu", before)
+
+
+def make_pair(kind: str, policy: Any) -> tuple[Any, Any]:
+    """(learner's model, embedded engine with its weights)."""
+    model = make_model(kind, policy)
+    engine = make_engine("torch", model.config, policy)
+    engine.update_weights(export_weights(model, 1))
+    return model, engine
+
+
+def sampled(engine: Any, new_tokens: int = 5, **options: Any) -> Workload:
+    prompts = random_sequences(LENGTHS, engine.model.architecture.vocab)
+    return Workload.sampled(engine, prompts, SamplingParams(max_tokens=new_tokens, seed=3, **options))
+
+
+def compared(model: Any, engine: Any, workload: Workload, **options: Any) -> Localisation:
+    return compare_traces(
+        trace_learner(model, workload), trace_rollout(engine.model, workload, **options), workload
+    )
