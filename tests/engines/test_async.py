@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rllib_llm.engines import EngineError, make_engine
+from rllib_llm.engines import EngineError
 from rllib_llm.sync.export import export_weights
 from tests.engines import async_cases
+from tests.engines.cases import engine_of
 from tests.models.cases import make_model
 
 
@@ -21,8 +22,7 @@ def learner() -> Any:
 
 @pytest.fixture
 def engine(learner: Any) -> Iterator[Any]:
-    made = make_engine("torch", learner.config, learner.policy, max_num_seqs=3, max_model_len=128)
-    made.update_weights(export_weights(learner, 1))
+    made = engine_of(learner, max_num_seqs=3, max_model_len=128)
     yield made
     made.close()
 

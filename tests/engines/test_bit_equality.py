@@ -12,6 +12,7 @@ from precision_policies import available
 from rllib_llm.engines import SamplingParams, make_engine
 from rllib_llm.models import PackedBatch, load_pretrained, load_tokenizer, save_pretrained
 from rllib_llm.sync.export import export_weights
+from tests.engines.cases import engine_of
 from tests.models.cases import CONFIGS, make_model, random_sequences
 
 PROMPT_LENGTHS = (1, 3, 17, 64, 129, 5)
@@ -31,9 +32,7 @@ def threads(count: int):
 def make_pair(kind: str, policy: str, seed: int = 0, **options):
     """(learner's model, engine with its weights)."""
     model = make_model(kind, policy, seed)
-    engine = make_engine("torch", model.config, policy, **options)
-    engine.update_weights(export_weights(model, 1))
-    return model, engine
+    return model, engine_of(model, **options)
 
 
 def rescored(model, prompts, results, params: SamplingParams, order=None) -> np.ndarray:
@@ -138,9 +137,7 @@ def test_batch_composition_chunking_and_threads_change_no_bit(policy):
         {"max_prefill_tokens": 10},
         {"max_num_seqs": 3, "max_prefill_tokens": 64},
     ):
-        other = make_engine("torch", model.config, policy, **options)
-        other.update_weights(export_weights(model, 1))
-        same(other.generate(prompts, params))
+        same(engine_of(model, **options).generate(prompts, params))
     for count in (1, 2):
         order = list(np.random.default_rng(count).permutation(len(prompts) * params.n))
         with threads(count):

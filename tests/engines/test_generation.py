@@ -1,4 +1,5 @@
-import dataclasses
+"""What the embedded engine samples, how it uses its memory, and what it refuses."""
+
 import math
 
 import numpy as np
@@ -8,38 +9,8 @@ import torch
 from precision_policies import load_policy
 from rllib_llm.engines import EngineError, PromptError, SamplingParams, SamplingParamsError, make_engine
 from rllib_llm.sync.export import export_weights
+from tests.engines.cases import VOCAB, engine_of, ids_of
 from tests.models.cases import CONFIGS, make_model, random_sequences
-
-VOCAB = 128
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("qwen3", "bf16")
-
-
-def engine_of(model, **options):
-    engine = make_engine("torch", model.config, model.policy, **options)
-    engine.update_weights(export_weights(model, 1))
-    return engine
-
-
-@pytest.fixture(scope="module")
-def engine(model):
-    return engine_of(model)
-
-
-class Letters:
-    """A tokenizer whose token i is the i-th of 26 letters, repeated; ids above 100 are two letters each."""
-
-    def decode(self, token_ids, **_):
-        return "".join(
-            chr(97 + i % 26) if i < 100 else chr(97 + i % 26) + chr(97 + (i + 7) % 26) for i in token_ids
-        )
-
-
-def ids_of(results) -> list[list[list[int]]]:
-    return [[c.token_ids.tolist() for c in row] for row in results]
 
 
 def test_shapes_dtypes_and_lengths(engine):
@@ -122,96 +93,6 @@ def test_top_k_one_is_greedy_with_logprob_zero(engine):
     greedy = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=9))
     assert ids_of(only) == ids_of(greedy)
     assert (only[0][0].logprobs == 0).all()
-
-
-def test_every_kind_of_stop(engine):
-    """End-of-sequence and stop ids end with "stop" and keep the token that stopped; ignore_eos goes on."""
-    prompts = random_sequences((5, 7, 9), VOCAB)
-    free = SamplingParams(n=4, max_tokens=40, seed=6, ignore_eos=True)
-    unstopped = ids_of(engine.generate(prompts, free))
-    flat = [ids for row in unstopped for ids in row]
-    eos, stop = flat[0][3], flat[1][5]
-    with_eos = make_engine_with_eos(engine, eos)
-    results = with_eos.generate(prompts, SamplingParams(n=4, max_tokens=40, seed=6, stop_token_ids=(stop,)))
-    for full, completion in zip(flat, (c for row in results for c in row), strict=True):
-        expected = next((i + 1 for i, t in enumerate(full) if t in (eos, stop)), 40)
-        assert completion.token_ids.tolist() == full[:expected]
-        assert completion.finish_reason == ("stop" if full[expected - 1] in (eos, stop) else "length")
-    only_stop = SamplingParams(n=4, max_tokens=40, seed=6, stop_token_ids=(stop,), ignore_eos=True)
-    for full, ids in zip(
-        flat, (i for r in ids_of(with_eos.generate(prompts, only_stop)) for i in r), strict=True
-    ):
-        assert ids == full[: next((i + 1 for i, t in enumerate(full) if t == stop), 40)]
-
-
-def make_engine_with_eos(engine, eos):
-    other = make_engine("torch", engine.model.config, engine.policy, eos_token_id=eos)
-    other.model.load_rollout_tensors(list(engine.model.named_buffers()))
-    other._version = 1
-    return other
-
-
-def test_stop_strings_across_tokens(model):
-    """A string that spans tokens stops at the token that completes it, at the first occurrence."""
-    engine = engine_of(model, tokenizer=Letters())
-    prompts = random_sequences((5, 7), VOCAB)
-    free = SamplingParams(n=4, max_tokens=30, seed=6, ignore_eos=True)
-    flat = [ids for row in ids_of(engine.generate(prompts, free)) for ids in row]
-    decode = Letters().decode
-    stops = (decode(flat[0][4:8])[1:], decode(flat[1][10:12]))
-    results = engine.generate(
-        prompts, SamplingParams(n=4, max_tokens=30, seed=6, ignore_eos=True, stop=stops)
-    )
-    hits = 0
-    for full, completion in zip(flat, (c for row in results for c in row), strict=True):
-        lengths = [n for n in range(1, 31) if any(s in decode(full[:n]) for s in stops)]
-        assert completion.token_ids.tolist() == full[: lengths[0] if lengths else 30]
-        hits += completion.finish_reason == "stop"
-    assert hits >= 2
-
-
-def test_stop_strings_need_a_tokenizer(engine):
-    """Without a tokenizer a stop string is an error, not ignored."""
-    with pytest.raises(ValueError, match="needs a tokenizer"):
-        engine.generate([[5]], SamplingParams(stop=("x",)))
-
-
-def test_min_tokens_bans_the_stop_ids(model):
-    """Before min_tokens no stop id is ever drawn; right after, it may be."""
-    stops = tuple(range(3, 100))
-    params = SamplingParams(n=16, max_tokens=12, min_tokens=6, seed=2, stop_token_ids=stops)
-    results = engine_of(model).generate(random_sequences((5, 8), VOCAB), params)
-    lengths = []
-    for completion in (c for row in results for c in row):
-        assert not set(completion.token_ids[:6].tolist()) & {2, *stops}
-        lengths.append(len(completion.token_ids))
-    assert min(lengths) == 7
-
-
-def test_min_tokens_passes_over_early_stop_strings(model):
-    """A string that one of the first min_tokens tokens completes does not count; the first one after them does."""
-    engine = engine_of(model, tokenizer=Letters())
-    prompts = random_sequences((5, 7), VOCAB)
-    free = SamplingParams(n=4, max_tokens=30, seed=6, ignore_eos=True)
-    flat = [ids for row in ids_of(engine.generate(prompts, free)) for ids in row]
-    decode = Letters().decode
-    stop = decode(flat[0][3:4])
-    for minimum in (0, 3, 4, 5):
-        asked = dataclasses.replace(free, stop=(stop,), min_tokens=minimum)
-        found = [ids for row in ids_of(engine.generate(prompts, asked)) for ids in row]
-        for full, ids in zip(flat, found, strict=True):
-            ends = [n for n in range(minimum + 1, 31) if decode(full[n - 1 : n]).find(stop) >= 0]
-            assert ids == full[: ends[0] if ends else 30]
-
-
-def test_the_context_ends_a_completion(model):
-    """A completion stops as "length" when prompt and answer fill max_model_len, never beyond."""
-    engine = engine_of(model, max_model_len=20)
-    results = engine.generate(
-        random_sequences((19, 12, 4), VOCAB), SamplingParams(max_tokens=50, seed=0, ignore_eos=True)
-    )
-    assert [len(row[0].token_ids) for row in results] == [1, 8, 16]
-    assert {row[0].finish_reason for row in results} == {"length"}
 
 
 def test_unusable_prompts_are_all_listed(model):

@@ -9,16 +9,11 @@ from rllib_llm.engines import SamplingParams, make_engine
 from rllib_llm.models import build_model
 from rllib_llm.sync.export import export_weights
 from rllib_llm.sync.packed import PackedTensor, WeightSyncError, WeightUpdate
+from tests.engines.cases import engine_of
 from tests.models.cases import CONFIGS, make_model
 
 PARAMS = SamplingParams(n=4, max_tokens=12, seed=1)
 PROMPTS = [[5, 6, 7], [8]]
-
-
-def engine_of(model, version: int = 1):
-    engine = make_engine("torch", model.config, model.policy)
-    engine.update_weights(export_weights(model, version))
-    return engine
 
 
 def outputs(engine):

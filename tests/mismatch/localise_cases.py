@@ -8,10 +8,10 @@ from typing import Any
 
 from precision_kernels import Implementation, bind
 from precision_kernels.dispatch import _table
-from rllib_llm.engines import SamplingParams, make_engine
+from rllib_llm.engines import SamplingParams
 from rllib_llm.mismatch.localise import Localisation, compare_traces
 from rllib_llm.mismatch.workload import Workload, trace_learner, trace_rollout
-from rllib_llm.sync.export import export_weights
+from tests.engines.cases import engine_of
 from tests.models.cases import make_model, random_sequences
 
 LENGTHS = (1, 17, 5)
@@ -31,9 +31,7 @@ def bound(operator: str, function: Callable[..., Any]) -> Iterator[None]:
 def make_pair(kind: str, policy: Any) -> tuple[Any, Any]:
     """(learner's model, embedded engine with its weights)."""
     model = make_model(kind, policy)
-    engine = make_engine("torch", model.config, policy)
-    engine.update_weights(export_weights(model, 1))
-    return model, engine
+    return model, engine_of(model)
 
 
 def sampled(engine: Any, new_tokens: int = 5, **options: Any) -> Workload:
