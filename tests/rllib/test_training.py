@@ -1,4 +1,4 @@
-"""The loop in one process: it learns, reports, samples what it was told to, and evaluates."""
+"""The loop in one process: it learns, and reports what it did."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ import pytest
 
 from precision_policies import load_policy
 from rllib_llm import metric_names as names
-from rllib_llm.algorithm.sampling import NoSamplesError
 from tests.rllib.toy import AskTwice, CopyDigit, Curriculum
 
 Make = Callable[..., Any]
-
-
-def runner_of(algo: Any) -> Any:
-    return algo.env_runner_group.local_env_runner
 
 
 def test_grpo_learns_to_copy_a_digit(build: Make, toy_config: Make) -> None:
@@ -127,65 +122,6 @@ def test_every_loss_trains(build: Make, toy_config: Make, loss: str) -> None:
     assert learner[names.NUM_SKIPPED_STEPS] == 0
 
 
-def test_multi_turn_episodes_mask_what_the_environment_wrote(build: Make, toy_config: Make) -> None:
-    """Observation tokens are in the context, have no log-probability, and are not trained."""
-    algo = build(toy_config(env=AskTwice, max_turns=2, max_new_tokens=3))
-    episodes = runner_of(algo).sample(prompt_indices=[0, 1])
-    observation = algo.env_runner.encoder.tokenizer("+0=", add_special_tokens=False)["input_ids"]
-    for episode in episodes:
-        assert episode.num_turns == 2
-        written = episode.completion_ids[~episode.loss_mask]
-        assert len(written) == len(observation)
-        assert written[0] == observation[0]
-        assert (episode.logprobs[~episode.loss_mask] == 0.0).all()
-        assert (episode.logprobs[episode.loss_mask] < 0.0).all()
-    algo.env_runner.get_metrics()  # forget what sampling by hand logged
-    result = algo.train()
-    tokens = result[names.LEARNERS]["default_policy"][names.NUM_TOKENS]
-    assert tokens == result[names.ENV_RUNNERS][names.NUM_TOKENS_SAMPLED]
-    assert result[names.MISMATCH]["bit_equal_share"] == 1.0
-
-
-def test_token_ids_are_never_tokenised_again(build: Make, toy_config: Make) -> None:
-    """What is trained are the sampled ids, even where decoding and encoding them would give others."""
-    algo = build(toy_config(env=AskTwice, max_turns=2))
-    runner = runner_of(algo)
-    sampled: list[list[int]] = []
-    generate = runner.engine.generate
-
-    def spy(prompts: Any, params: Any, seeds: Any = None) -> Any:
-        answers = generate(prompts, params, seeds=seeds)
-        sampled.extend(c.token_ids.tolist() for row in answers for c in row)
-        return answers
-
-    runner.engine.generate = spy
-    episodes = runner.sample(prompt_indices=[0])
-    trained = sorted(t for e in episodes for t in e.completion_ids[e.loss_mask].tolist())
-    assert trained == sorted(t for ids in sampled for t in ids)
-    encoder, ids = runner.encoder, [t for row in sampled for t in row]
-    assert encoder.tokenizer(encoder.decode(ids))["input_ids"] != ids, (
-        "the toy tokenizer cannot invert random ids"
-    )
-
-
-def test_reward_errors_cost_their_sample_and_are_counted(build: Make, toy_config: Make) -> None:
-    """A reward function that raises loses its episodes only; a problem that cannot be made loses its group."""
-    algo = build(toy_config(env_config={"broken_rewards": [1], "broken_problems": [2]}))
-    result = algo.train()
-    assert result[names.ENV_RUNNERS][names.NUM_REWARD_ERRORS] == 8
-    assert result[names.ENV_RUNNERS]["num_episodes"] == 8
-    assert result[names.LEARNERS]["default_policy"]["module_train_batch_size_mean"] == 8
-
-
-def test_nothing_but_errors_stops_the_run(build: Make, toy_config: Make) -> None:
-    """Three iterations without a usable sample end training with an error that says so (RLlib would go on for ever)."""
-    algo = build(toy_config(env_config={"broken_rewards": list(range(100))}))
-    algo.train()
-    algo.train()
-    with pytest.raises(NoSamplesError, match="3 iterations in a row"):
-        algo.train()
-
-
 def test_callbacks_are_made(build: Make, toy_config: Make) -> None:
     """Users' RLlib callbacks see every episode's creation, start and end, and the samples."""
     from ray.rllib.callbacks.callbacks import RLlibCallback
@@ -218,80 +154,6 @@ def test_callbacks_are_made(build: Make, toy_config: Make) -> None:
     assert "environment" in seen
     assert "samples 2" in seen
     assert np.isfinite(result[names.ENV_RUNNERS]["mine"])
-
-
-def test_evaluation_is_greedy_on_the_other_split_and_leaves_training_alone(
-    build: Make, toy_config: Make
-) -> None:
-    """evaluate() plays each evaluation problem once, greedily, with the current weights; training goes on unchanged."""
-    config = toy_config().evaluation(evaluation_duration=6)
-    with_eval, without = build(config), build(config)
-    with_eval.train(), without.train()
-    first, second = with_eval.evaluate()[names.ENV_RUNNERS], with_eval.evaluate()[names.ENV_RUNNERS]
-    assert first["num_episodes"] == second["num_episodes"] == 6
-    assert first[names.EPISODE_RETURN_MEAN] == second[names.EPISODE_RETURN_MEAN]
-    episodes = runner_of(with_eval).sample(prompt_indices=range(6), evaluation=True)
-    assert {e.info["id"] for e in episodes} == {f"eval-{i}" for i in range(6)}
-    assert np.mean([e.reward for e in episodes]) == pytest.approx(first[names.EPISODE_RETURN_MEAN])
-    runner_of(with_eval).get_metrics()  # forget what sampling by hand logged
-    a, b = with_eval.train(), without.train()
-    assert a[names.ENV_RUNNERS][names.EPISODE_RETURN_MEAN] == b[names.ENV_RUNNERS][names.EPISODE_RETURN_MEAN]
-    assert (
-        a[names.LEARNERS]["default_policy"][names.GRAD_NORM]
-        == b[names.LEARNERS]["default_policy"][names.GRAD_NORM]
-    )
-
-
-def test_sampled_evaluation(build: Make, toy_config: Make) -> None:
-    """With eval_temperature > 0 every evaluation problem gets eval_samples answers; explore=False is greedy again."""
-    algo = build(toy_config(eval_temperature=1.0, eval_samples=3).evaluation(evaluation_duration=4))
-    assert algo.evaluate()[names.ENV_RUNNERS]["num_episodes"] == 12
-    episodes = runner_of(algo).sample(prompt_indices=[0], evaluation=True, explore=False)
-    assert len({tuple(e.completion_ids) for e in episodes}) == 1
-
-
-def test_evaluation_interval_reports_in_results(build: Make, toy_config: Make) -> None:
-    """evaluation_interval works without an evaluation group of its own, in the training runner's engine."""
-    algo = build(toy_config().evaluation(evaluation_interval=2, evaluation_duration=4))
-    assert algo.eval_env_runner_group is None
-    assert names.EVALUATION not in algo.train()
-    assert algo.train()[names.EVALUATION][names.ENV_RUNNERS]["num_episodes"] == 4
-
-
-def test_dynamic_sampling_fills_the_batch_with_informative_groups(build: Make, toy_config: Make) -> None:
-    """DAPO's dynamic sampling replaces groups whose rewards are all equal by new problems."""
-    algo = build(toy_config(group_size=2).training(dynamic_sampling=True, max_sample_rounds=50))
-    result = algo.train()
-    assert result[names.NUM_SAMPLE_ROUNDS] > 1
-    assert result[names.NUM_GROUPS_WITHOUT_SIGNAL] > 0
-    assert algo.next_prompt > 4
-    assert algo.consecutive_empty == 0
-
-
-def test_overlong_answers_are_punished(build: Make, toy_config: Make) -> None:
-    """With overlong_buffer the advantage of a long answer is below that of a short one with equal reward."""
-    algo = build(toy_config().training(overlong_buffer=3))
-    episodes = runner_of(algo).sample(prompt_indices=[0])
-    for episode, length in zip(episodes, (1, 4, 2, 3), strict=True):
-        episode.reward = 0.5
-        episode.loss_mask = np.arange(len(episode.loss_mask)) < length
-        episode.loss_mask = (
-            np.resize(episode.loss_mask, length) if len(episode.loss_mask) < length else episode.loss_mask
-        )
-    short, long = algo.advantages(episodes)[[0, 1]]
-    assert short > long
-
-
-def test_samples_of_other_weights_are_refused(build: Make) -> None:
-    """Episodes of another weights version are left out, counted, and end the run when there is nothing else."""
-    algo = build()
-    runner_of(algo).engine._version = 77
-    result = algo.train()
-    assert result[names.NUM_SAMPLES_REFUSED] == 16
-    assert names.LEARNERS not in result
-    algo.train()
-    with pytest.raises(NoSamplesError, match="refused because of their weights version: 16"):
-        algo.train()
 
 
 def test_learning_rate_follows_warm_up_and_decay(build: Make, toy_config: Make) -> None:
@@ -334,18 +196,18 @@ def test_environment_state_is_part_of_a_checkpoint(build: Make, toy_config: Make
     """What a factory keeps (a curriculum) is saved with the run and is back on the runner after a restore."""
     algo = build(toy_config(env=Curriculum))
     algo.train()
-    level = runner_of(algo).factories["train"].level
+    level = algo.env_runner.factories["train"].level
     path = algo.save_to_path(tmp_path / "c")
     algo.train()
-    assert runner_of(algo).factories["train"].level > level > 0
+    assert algo.env_runner.factories["train"].level > level > 0
     algo.restore_from_path(path)
-    assert runner_of(algo).factories["train"].level == level
+    assert algo.env_runner.factories["train"].level == level
 
 
 def test_timers_are_those_of_the_iteration(build: Make, toy_config: Make) -> None:
     """A slow iteration shows at once; RLlib's default would average over a hundred."""
     algo = build(toy_config(env=CopyDigit))
     fast = algo.train()[names.TIMERS][names.SAMPLE_TIMER]
-    runner_of(algo).factories["train"].config["delay_s"] = 0.02
+    algo.env_runner.factories["train"].config["delay_s"] = 0.02
     slow = algo.train()[names.TIMERS][names.SAMPLE_TIMER]
     assert slow > fast + 0.2
