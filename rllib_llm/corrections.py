@@ -83,6 +83,13 @@ class _Layout(NamedTuple):
     sequence_ids: Tensor
     num_sequences: int
 
+    @classmethod
+    def of(cls, mask: Tensor, sequence_ids: Tensor, num_sequences: int | None) -> _Layout:
+        """With the number of sequences counted where it is None."""
+        if num_sequences is None:
+            num_sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
+        return cls(mask, sequence_ids, num_sequences)
+
 
 def active_correction(correction: Any, guard_fired: bool) -> Any | None:
     """`policy.correction` if it acts now, else None.
@@ -118,9 +125,7 @@ def correction_weights(
     kind = _checked_kind(correction)
     _check_shapes(old_logp, rollout_logp, mask, sequence_ids)
     trained = mask.bool()
-    if num_sequences is None:
-        num_sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
-    layout = _Layout(trained, sequence_ids, num_sequences)
+    layout = _Layout.of(trained, sequence_ids, num_sequences)
     with torch.no_grad():
         finite = torch.isfinite(old_logp) & torch.isfinite(rollout_logp)
         d = torch.where(finite & trained, old_logp.float() - rollout_logp.float(), 0.0)

@@ -159,10 +159,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         evaluation = self.config.in_evaluation if evaluation is None else evaluation
         params = self._params(evaluation, explore)
         if prompt_indices is None:
-            wanted = num_episodes or num_timesteps or params.n * self.settings.rollout.prompts_per_iteration
-            count = -(-wanted // params.n)
-            prompt_indices = range(self._next_index, self._next_index + count)
-            self._next_index += count
+            prompt_indices = self._next_problems(num_episodes or num_timesteps, params.n)
         split = "eval" if evaluation else "train"
         episodes, stats = play(
             self.engine,
@@ -180,6 +177,12 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         self._make_callback("on_sample_end", samples=episodes)
         self._log(episodes, stats)
         return episodes
+
+    def _next_problems(self, episodes: int | None, per_problem: int) -> range:
+        """Indices for at least so many episodes, for those of an iteration without a number."""
+        problems = -(-episodes // per_problem) if episodes else self.settings.rollout.prompts_per_iteration
+        start, self._next_index = self._next_index, self._next_index + problems
+        return range(start, self._next_index)
 
     def _params(self, evaluation: bool, explore: bool | None) -> SamplingParams:
         rollout = self.settings.rollout

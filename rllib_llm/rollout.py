@@ -122,30 +122,18 @@ def play(
     An environment that raises costs its episode: it is logged, counted and left out.
     """
     stats = RolloutStats()
-    groups = _open(
-        encoder,
-        make,
-        indices,
-        params.n,
-        min(max_context - 1, max_prompt_tokens or max_context),
-        stats,
-        on_event,
-    )
-    conversations = [c for group in groups for c in group]
-    if groups:
-        first = [group[0].prompt_ids for group in groups]
-        seeds = [seed(group[0].group_id, 0, 0) for group in groups]
-        answers = _generate(engine, first, params, seeds, stats)
-        for group, row in zip(groups, answers, strict=True):
-            for conversation, completion in zip(group, row, strict=True):
+    longest = min(max_context - 1, max_prompt_tokens or max_context)
+    groups = _open(encoder, make, indices, params.n, longest, stats, on_event)
+    requests = groups
+    while requests:
+        seeds = [seed(r[0].group_id, r[0].sample_index, r[0].turns) for r in requests]
+        answers = _generate(engine, [r[0].context for r in requests], params, seeds, stats)
+        for request, row in zip(requests, answers, strict=True):
+            for conversation, completion in zip(request, row, strict=True):
                 _answer(conversation, completion, encoder, max_turns, max_context, stats, on_event)
-    single = dataclasses.replace(params, n=1)
-    while active := [c for c in conversations if not c.done]:
-        seeds = [seed(c.group_id, c.sample_index, c.turns) for c in active]
-        answers = _generate(engine, [c.context for c in active], single, seeds, stats)
-        for conversation, (completion,) in zip(active, answers, strict=True):
-            _answer(conversation, completion, encoder, max_turns, max_context, stats, on_event)
-    return [c.episode for c in conversations if not c.failed], stats
+        requests = [[c] for group in groups for c in group if not c.done]
+        params = dataclasses.replace(params, n=1)
+    return [c.episode for group in groups for c in group if not c.failed], stats
 
 
 def _open(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -121,17 +122,14 @@ def localise(
     """
     policy = load_policy(policy)
     require_traceable(engine)
-    rollout = make_engine(engine, model, policy, device=device)
-    assert isinstance(rollout, TorchEngine)
-    try:
+    with closing(make_engine(engine, model, policy, device=device)) as rollout:
+        assert isinstance(rollout, TorchEngine)
         if max_new_tokens:
             params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=seed)
             workload = Workload.sampled(rollout, prompts, params)
         else:
             workload = Workload.prompts_only(prompts)
         theirs = trace_rollout(rollout.model, workload, max_prefill_tokens=rollout.max_prefill_tokens)
-    finally:
-        rollout.close()
     learner = load_pretrained(model, policy, "train").to(device)
     ours = trace_learner(learner, workload)
     found = compare_traces(ours, theirs, workload)

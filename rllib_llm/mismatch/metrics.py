@@ -50,12 +50,7 @@ def metrics(
     out = {"num_tokens": float(n), "nonfinite_tokens": float(int(trained.sum()) - n)}
     if n == 0:
         return out
-    highest = float(torch.maximum(train.max(), rollout.max()))
-    if highest > LARGEST_LOG_PROBABILITY:
-        raise MismatchInputError(
-            f"mismatch.metrics: the largest value is {highest:.4g}, but a log-probability is <= 0. Pass "
-            "log-softmax values of the sampled tokens, not logits or probabilities."
-        )
+    _refuse_logits(train, rollout)
     terms = _per_token(train, rollout)
     values = _overall(terms, n)
     if sequence_ids is None:
@@ -68,6 +63,15 @@ def metrics(
     if buckets:
         out |= _all_buckets(terms, None if positions is None else positions[finite])
     return out
+
+
+def _refuse_logits(train: Tensor, rollout: Tensor) -> None:
+    highest = float(torch.maximum(train.max(), rollout.max()))
+    if highest > LARGEST_LOG_PROBABILITY:
+        raise MismatchInputError(
+            f"mismatch.metrics: the largest value is {highest:.4g}, but a log-probability is <= 0. Pass "
+            "log-softmax values of the sampled tokens, not logits or probabilities."
+        )
 
 
 def response_positions(mask: Tensor, sequence_ids: Tensor) -> Tensor:

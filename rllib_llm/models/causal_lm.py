@@ -155,7 +155,6 @@ class CausalLM(nn.Module):
         Returns:
             fp32 [T], or (fp32 [T], fp32 [T]); differentiable.
         """
-        rows = max(1, LOGITS_CHUNK_ELEMENTS // self.architecture.vocab)
 
         def chunk(part: slice, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             banned = None if banned_rows is None else banned_rows[part]
@@ -163,7 +162,7 @@ class CausalLM(nn.Module):
                 self.logits(h), target_ids[part], temperature, top_k, top_p, banned_ids, banned
             )
 
-        parts = [slice(start, start + rows) for start in range(0, max(1, hidden.shape[0]), rows)]
+        parts = _row_chunks(hidden.shape[0], self.architecture.vocab)
         if len(parts) == 1 or not torch.is_grad_enabled():
             pairs = [chunk(part, hidden[part]) for part in parts]
         else:
@@ -248,6 +247,12 @@ class CausalLM(nn.Module):
             if row.tied_to is None:
                 specs |= {f"{row.name}.{suffix}": s for suffix, s in rollout_specs(row, self.policy).items()}
         return specs
+
+
+def _row_chunks(rows: int, vocab: int) -> list[slice]:
+    """Slices of the rows whose logits stay within `LOGITS_CHUNK_ELEMENTS`; one, if empty, without rows."""
+    length = max(1, LOGITS_CHUNK_ELEMENTS // vocab)
+    return [slice(start, start + length) for start in range(0, max(1, rows), length)]
 
 
 def build_model(

@@ -78,6 +78,21 @@ def register(
         found = find_source(source, registry.client)
     checkpoint = read_checkpoint(found.checkpoint, base_model)
     model = load_masters(checkpoint)
+    entry, manifest = _publish(registry, name, alias, found, checkpoint, model, example)
+    obstacles = tuple(serving_obstacles(model.plan, model.policy))
+    return Registered(entry, registry.uri, found, checkpoint, manifest, obstacles)
+
+
+def _publish(
+    registry: Registry,
+    name: str,
+    alias: str | None,
+    found: Source,
+    checkpoint: TrainedCheckpoint,
+    model: CausalLM,
+    example: str | None,
+) -> tuple[Entry, Manifest]:
+    """Writes the package in a temporary directory and uploads it with what is known of its run."""
     metrics = metrics_at(found, registry.client, checkpoint.training_iteration)
     with tempfile.TemporaryDirectory(prefix="rllib_llm_register_") as folder:
         package = Path(folder) / "model"
@@ -95,9 +110,7 @@ def register(
             description=(package / CARD_FILE).read_text(encoding="utf-8"),
             step=checkpoint.training_iteration,
         )
-        entry = upload(registry, package, what)
-    obstacles = tuple(serving_obstacles(model.plan, model.policy))
-    return Registered(entry, registry.uri, found, checkpoint, manifest, obstacles)
+        return upload(registry, package, what), manifest
 
 
 def _base_name(registry: Registry, checkpoint: TrainedCheckpoint) -> str:
