@@ -53,7 +53,7 @@ class Pair:
             device=args.device, max_model_len=args.context, max_num_seqs=args.sequences,
             max_num_batched_tokens=args.batched_tokens, kv_cache_bytes=args.kv_gib << 30,
             gpu_memory_utilization=args.memory, enable_prefix_caching=True, cuda_graphs=args.device == "cuda",
-            sleep_mode=False, has_tokenizer=False, seed=0,
+            sleep_mode=False, has_tokenizer=False, seed=0, graph_tokens=args.graph_tokens,
         )  # fmt: skip
         begin = time.time()
         self.worker = VLLMWorker(directory, self.policy.to_dict(), options)
@@ -137,6 +137,7 @@ class Pair:
             "shape": self.args.model or self.args.shape, "policy": self.policy.name, "round": r.name,
             "optimiser_steps": after, "version": self.version, "tokens": tokens, "rollout_s": seconds, "taken_s": taken,
             "rollout_tokens_per_s": tokens / seconds, "engine_start_s": self.start_s,
+            "graph_tokens": self.args.graph_tokens,
         }  # fmt: skip
         row |= {} if self.args.engine_only else compare(self.model, self.args, samples, r)
         print(json.dumps(row), flush=True)
@@ -193,6 +194,9 @@ def main() -> None:
         "--masters", choices=["float32", "bfloat16"], help="instead of the policy's, to save memory"
     )
     parser.add_argument("--engine-only", action="store_true", help="rates only: drop the learner's model")
+    parser.add_argument(
+        "--graph-tokens", type=int, default=1024, help="largest step with prompts in a CUDA graph"
+    )
     parser.add_argument("--memory", type=float, default=0.6, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--stock", choices=["fp8", "bf16", "fp8-invariant", "bf16-invariant"])
     parser.add_argument(

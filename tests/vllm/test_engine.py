@@ -186,9 +186,9 @@ def test_options_that_decide_numerics_cannot_be_overridden() -> None:
     bad = {"attention_config": {}, "disable_cascade_attn": False, "logprobs_mode": "raw_logprobs"}
     with pytest.raises(ValueError, match="attention_config, disable_cascade_attn, logprobs_mode"):
         _llm_arguments("d", 64, policy, dataclasses.replace(options, extra=bad))
-    bad = {"attention_config": {}, "kv_cache_dtype": "fp8", "logits_processors": []}
+    bad = {"attention_config": {}, "block_size": 128, "kv_cache_dtype": "fp8", "logits_processors": []}
     eager = dataclasses.replace(options, cuda_graphs=False, extra=bad)
-    with pytest.raises(ValueError, match="attention_config, kv_cache_dtype, logits_processors"):
+    with pytest.raises(ValueError, match="attention_config, block_size, kv_cache_dtype, logits_processors"):
         _llm_arguments("d", 64, policy, eager)
 
 

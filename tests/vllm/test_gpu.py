@@ -65,9 +65,10 @@ def test_cuda_graphs_change_no_bit_and_are_attested(qwen3: tuple[Any, Any], slee
     asked = prompts(8)
     assert same(graphs.generate(asked, PARAMS), eager.generate(asked, PARAMS))
     with_graphs, without = graphs.attest(), eager.attest()
-    assert with_graphs.informational["cuda_graphs"] == "FULL_DECODE_ONLY"
-    assert with_graphs.informational["attention_splits"] == "[1]"
+    assert with_graphs.informational["cuda_graphs"] == "FULL"
     assert without.informational["cuda_graphs"] == "NONE"
+    for theirs in (with_graphs, without):
+        assert theirs.informational["attention_splits"] == "[1]"
     ours = build_attestation("train", load_policy("unified-fp8"), model.plan, torch.device("cuda"))
     for theirs in (with_graphs, without):
         compare_attestations(load_policy("unified-fp8"), ours, theirs)
@@ -77,6 +78,31 @@ def test_cuda_graphs_change_no_bit_and_are_attested(qwen3: tuple[Any, Any], slee
     )
     with pytest.raises(Exception, match="attention"):
         compare_attestations(load_policy("unified-fp8"), ours, wrong)
+
+
+def test_prompts_that_join_a_long_answer_change_none_of_its_bits(ray_for_engines: None) -> None:
+    """Beside a few short prompts FlashAttention would cut the keys of one long answer in parts: its log-probs are the
+    learner's whether a step with prompts is one CUDA graph (up to 64 tokens here) or launched one by one."""
+    config = ragged_config("qwen3")
+    config.max_position_embeddings = 2048
+    model = random_learner(config, "unified-fp8")
+    options = {"max_num_seqs": 8, "graph_tokens": 64, "enable_prefix_caching": False}
+    with start(config, "unified-fp8", **options) as engine:
+        engine.update_weights(export_weights(model, 1))
+        params = SamplingParams(max_tokens=700, seed=3, ignore_eos=True)
+        asked = [prompts(1, count=2)[1] * 40]
+        asked[0] = asked[0][:1200]
+        [long] = engine.submit(asked, params)
+        done, joined = {}, 0
+        while long not in done:
+            size = 150 if joined % 2 else 12
+            short = engine.submit([[3 + (joined + i) % 180 for i in range(size)]] * 4, params)
+            done |= engine.collect(0.03)
+            engine.abort([request for request in short if request not in done])
+            joined += 1
+    assert joined > 3
+    delta = deltas(model, asked, [done[long]], params)
+    assert (len(delta), np.abs(delta).max()) == (700, 0)
 
 
 def test_an_engine_that_sleeps_gives_its_memory_to_the_learner(sleeper: tuple[Any, Any]) -> None:

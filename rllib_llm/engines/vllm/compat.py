@@ -88,6 +88,7 @@ def register_model() -> None:
 NOT_OPTIONS = frozenset(
     {
         "attention_config",
+        "block_size",
         "calculate_kv_scales",
         "compilation_config",
         "kv_cache_dtype",
@@ -98,12 +99,34 @@ NOT_OPTIONS = frozenset(
 """Arguments of `vllm.LLM` that decide numerics or the law that is sampled from, and are left as vLLM has them."""
 
 
-def llm_options(device: str, *, graphs: bool, sleep_mode: bool) -> dict[str, Any]:
+_CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(576, 1025, 64), *range(1152, 2049, 128))
+"""Sizes of steps, in tokens, that may be captured: vLLM's up to 512, then an eighth apart or less."""
+
+
+def graph_options(max_num_seqs: int, graph_tokens: int, head_width: int) -> dict[str, Any]:
+    """`compilation_config` of a CUDA engine: which steps are replayed as one CUDA graph each.
+
+    Always those that decode only. Steps with prompts in them too, up to ``graph_tokens`` tokens: launched one by one,
+    their operators take the host longer than the GPU. A graph is captured with one query per sequence and replayed with
+    any number; FlashAttention-3 treats the two alike for the pages of 16 tokens that vLLM has here and heads of up to
+    128 (hopper/flash_api.cpp: `get_pack_gqa`, `get_pagedkv_tma`, "special case of hdim 128"), not for wider ones.
+    """
+    if not graph_tokens or head_width > 128:
+        return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    largest = max(max_num_seqs, graph_tokens)
+    sizes = [size for size in _CAPTURED if size <= largest]
+    return {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}
+
+
+def llm_options(device: str, *, graphs: dict[str, Any] | None, sleep_mode: bool) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that decide numerics.
 
-    torch.compile is off (its fusions change bits: numerics.md 1, 0 % bit-equal), decode runs in full CUDA
-    graphs with one attention split, and log-probs are returned as the model computed them ("raw_logits": the
-    model returns log-probs).
+    torch.compile is off (its fusions change bits: numerics.md 1, 0 % bit-equal), attention has one split
+    (`sum_keys_in_order`), and log-probs are returned as the model computed them ("raw_logits": the model returns
+    log-probs).
+
+    Args:
+        graphs: `graph_options`; None launches all operators one by one.
     """
     options: dict[str, Any] = {
         "logprobs_mode": "raw_logits",
@@ -114,10 +137,10 @@ def llm_options(device: str, *, graphs: bool, sleep_mode: bool) -> dict[str, Any
         # 0.32 rewinds a seeded request's generator after a partial prefill, which CPU generators cannot
         # ("CPU Generator does not use offset"): whole prompts only.
         return options | {"enforce_eager": True, "enable_chunked_prefill": False}
-    if not graphs:
+    if graphs is None:
         return options | {"enforce_eager": True}
     return options | {
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "compilation_config": graphs,
         "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
     }
 
@@ -199,23 +222,51 @@ def attention_identity(layer: Any) -> str:
 
 @dataclass(frozen=True)
 class GraphState:
-    """What an engine that was started says of its CUDA graphs, read back from the objects that it runs with.
+    """How an engine that was started runs its steps, read back from the objects that it runs with.
 
     Attributes:
-        mode: of the CUDA graphs: "NONE", "FULL_DECODE_ONLY", …
-        splits: most parts into which attention may cut the keys of a sequence inside a graph, of all layers.
+        mode: of the CUDA graphs: "NONE", "FULL_DECODE_ONLY", "FULL", …
+        splits: most parts into which attention may cut the keys of a sequence in any step, of all layers; 0: as many
+            as FlashAttention likes.
     """
 
     mode: str
     splits: tuple[int, ...]
 
 
+def _attention_builders(llm: Any) -> tuple[Any, list[Any]]:
+    """(vLLM's config, what makes the attention metadata of each group of layers) of an in-process `vllm.LLM`."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    builders = [group.get_metadata_builder() for groups in runner.attn_groups for group in groups]
+    return runner.vllm_config, builders
+
+
+def sum_keys_in_order(llm: Any) -> None:
+    """Have FlashAttention-3 sum a sequence's keys in one part in every step of an engine on CUDA.
+
+    vLLM asks for that only inside graphs (`FlashAttentionMetadataBuilder.build`), and in larger steps leaves the number
+    to FlashAttention: one long answer beside a few short prompts is cut (hopper/heuristics.h), and rounds otherwise.
+    """
+    config, builders = _attention_builders(llm)
+    for builder in builders:
+        if not hasattr(builder, "max_num_splits"):
+            continue  # another attention, whose name the attestation tells
+        if not builder.use_full_cuda_graph and builder.aot_schedule:
+            entries = -(-config.scheduler_config.max_num_seqs // 4) * 16 + 1
+            builder.scheduler_metadata = torch.zeros(entries, dtype=torch.int32, device=builder.device)
+        builder.use_full_cuda_graph, builder.max_num_splits = True, 1
+        builder.max_cudagraph_size = config.scheduler_config.max_num_batched_tokens
+
+
 def graph_state(llm: Any) -> GraphState:
     """Read from an in-process `vllm.LLM` on CUDA."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    mode = runner.vllm_config.compilation_config.cudagraph_mode
-    builders = [group.get_metadata_builder() for groups in runner.attn_groups for group in groups]
-    splits = {int(b.max_num_splits) for b in builders if hasattr(b, "max_num_splits")}
+    config, builders = _attention_builders(llm)
+    mode, tokens = config.compilation_config.cudagraph_mode, config.scheduler_config.max_num_batched_tokens
+    splits = {
+        int(b.max_num_splits) if b.use_full_cuda_graph and (b.max_cudagraph_size or 0) >= tokens else 0
+        for b in builders
+        if hasattr(b, "max_num_splits")
+    }
     return GraphState(getattr(mode, "name", str(mode)), tuple(sorted(splits)))
 
 
@@ -225,6 +276,6 @@ def attention_operator(identities: set[str], learner_identity: str, graphs: Grap
     FlashAttention-3 of vLLM's wheel on paged keys gives the bits of the same kernel on un-paged keys with one split
     (227 072 of 227 072 tokens, numerics.md 2): then it is the learner's operator. Anything else is named as it is.
     """
-    single = graphs.mode == "NONE" or graphs.splits == (1,)
+    single = graphs.splits == (1,)
     same = identities == {"vllm.FLASH_ATTN.fa3"} and single and "flash_attention" in learner_identity
     return learner_identity if same else " + ".join([*sorted(identities), f"splits={graphs.splits}"])

@@ -60,7 +60,9 @@ class VLLMEngine(RolloutEngine):
         kv_cache_bytes: size of the KV cache; None: vLLM takes `gpu_memory_utilization` of the GPU (1 GiB on CPU).
         gpu_memory_utilization: share of GPU memory for weights and KV cache.
         enable_prefix_caching: keep prompts' keys and values, shared by the completions of a group.
-        cuda_graphs: decode in full CUDA graphs (GPU).
+        cuda_graphs: run steps as CUDA graphs (GPU): those that decode, and those with prompts of up to `graph_tokens`.
+        graph_tokens: tokens of the largest step with prompts in it that is a graph, up to 2048; 0: none. More take the
+            start longer and hold more memory (`compat.graph_options`).
         sleep_mode: allow `sleep` (GPU; vLLM then allocates through its own pool).
         device: "cuda" or "cpu"; default: what this machine has.
         num_gpus, num_cpus: what the actor asks of Ray. 0 GPUs with device "cuda" means: those of this process.
@@ -86,6 +88,7 @@ class VLLMEngine(RolloutEngine):
         gpu_memory_utilization: float = 0.6,
         enable_prefix_caching: bool = True,
         cuda_graphs: bool = True,
+        graph_tokens: int = 1024,
         sleep_mode: bool = False,
         device: str | None = None,
         num_gpus: float = 0,
@@ -115,6 +118,7 @@ class VLLMEngine(RolloutEngine):
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             cuda_graphs=cuda_graphs,
+            graph_tokens=graph_tokens,
             sleep_mode=sleep_mode,
             has_tokenizer=has_tokenizer(self._path),
             seed=seed,

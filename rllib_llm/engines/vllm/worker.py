@@ -56,6 +56,7 @@ class WorkerOptions:
     sleep_mode: bool
     has_tokenizer: bool
     seed: int
+    graph_tokens: int = 1024
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,6 +76,8 @@ class VLLMWorker:
         self.llm = LLM(**_llm_arguments(directory, head_dim, self.policy, options))
         self.model = compat.loaded_model(self.llm)
         compat.watch_rows(self.llm, self.model)
+        if options.device == "cuda":
+            compat.sum_keys_in_order(self.llm)
         self.version = NO_WEIGHTS
         self._chunks: list[WeightChunk] = []
         self._background = Background(self.llm.llm_engine, _sampled)
@@ -269,12 +272,12 @@ def _llm_arguments(
 ) -> dict[str, Any]:
     from rllib_llm.engines.vllm.model import CONFIG_KEY, HEAD_DIM_KEY
 
+    width = attention_width(head_dim) if options.device == "cuda" else head_dim
     overrides = {
         "architectures": [compat.ARCHITECTURE],
         CONFIG_KEY: policy.to_dict(),
         HEAD_DIM_KEY: head_dim,
-        # vLLM plans pages and attention's schedule by it.
-        "head_dim": attention_width(head_dim) if options.device == "cuda" else head_dim,
+        "head_dim": width,  # vLLM plans pages and attention's schedule by it
     }
     arguments: dict[str, Any] = {
         "model": directory,
@@ -289,7 +292,10 @@ def _llm_arguments(
         "disable_log_stats": True,
     }
     arguments |= _sizes(options)
-    numerics = compat.llm_options(options.device, graphs=options.cuda_graphs, sleep_mode=options.sleep_mode)
+    graphs = compat.graph_options(options.max_num_seqs, options.graph_tokens, width)
+    numerics = compat.llm_options(
+        options.device, graphs=graphs if options.cuda_graphs else None, sleep_mode=options.sleep_mode
+    )
     taken = sorted(set(options.extra) & {*arguments, *numerics, *compat.NOT_OPTIONS})
     if taken:
         raise ValueError(
