@@ -9,6 +9,7 @@ checkpoint of one policy is refused under another. In MLflow a varied setting is
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from ray import tune
 from ray.tune import CheckpointConfig
@@ -53,15 +54,15 @@ def main(
         callbacks=[MLflowCallback(tracking_uri, "pbt")],
         verbose=0,
     )
-    rows = [
-        (
-            float(trial.config["lr"]),
-            float(trial.config["rollout_config"]["temperature"]),
-            float(trial.last_result["env_runners"]["episode_return_mean"]),
-        )
-        for trial in analysis.trials
-    ]
-    return sorted(rows, key=lambda row: row[2], reverse=True)
+    return sorted(map(end_of, analysis.trials), key=lambda row: row[2], reverse=True)
+
+
+def end_of(trial: Any) -> tuple[float, float, float]:
+    return (
+        float(trial.config["lr"]),
+        float(trial.config["rollout_config"]["temperature"]),
+        float(trial.last_result["env_runners"]["episode_return_mean"]),
+    )
 
 
 if __name__ == "__main__":

@@ -24,14 +24,16 @@ def common_iterations(rows: list[dict[str, str]]) -> int:
     return min(last.values())
 
 
-def merge(args: argparse.Namespace) -> None:
-    """curves.csv up to the last iteration that all have, and one compare.json.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("parts", nargs="+", help="directories that `study` wrote")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--title")
+    parser.add_argument("--notes", nargs="*", default=[], help="paragraphs for the report")
 
-    ValueError if the parts differ in their arms, settings or environment, or have a seed in common. Cells that the
-    guard halted would end the common part: `study` lists them in ``runs``, and they are not counted.
-    """
-    parts = [Path(part) for part in args.parts]
-    facts = [json.loads((part / "compare.json").read_text()) for part in parts]
+
+def _facts(parts: list[Path]) -> list[dict[str, Any]]:
+    """compare.json of every part; ValueError if they are not parts of one study."""
+    facts: list[dict[str, Any]] = [json.loads((part / "compare.json").read_text()) for part in parts]
     problems = [
         f"{part}: other {key} than {parts[0]}"
         for part, fact in zip(parts, facts, strict=True)
@@ -43,6 +45,18 @@ def merge(args: argparse.Namespace) -> None:
         problems.append(f"seeds appear twice: {sorted(seeds)}")
     if problems:
         raise ValueError("these are not parts of one study: " + "; ".join(problems))
+    return facts
+
+
+def merge(args: argparse.Namespace) -> None:
+    """curves.csv up to the last iteration that all have, and one compare.json.
+
+    ValueError if the parts differ in their arms, settings or environment, or have a seed in common. Cells that the
+    guard halted would end the common part: `study` lists them in ``runs``, and they are not counted.
+    """
+    parts = [Path(part) for part in args.parts]
+    facts = _facts(parts)
+    seeds = [seed for fact in facts for seed in fact["planned"]["seeds"]]
     runs: list[dict[str, Any]] = [run for fact in facts for run in fact["runs"]]
     halted = {(run["arm"], str(run["seed"])) for run in runs if run["status"] == "halted"}
     rows = [row for part in parts for row in _rows(part)]

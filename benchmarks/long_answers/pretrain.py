@@ -83,19 +83,42 @@ def learning_rate(args: argparse.Namespace, step: int, progress: float) -> float
     return float(args.lr * min(1.0, (step + 1) / 100) * (0.05 + 0.475 * (1.0 + math.cos(math.pi * decay))))
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=330.0)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    slip = "probability that a demonstrated step is wrong"
+    parser.add_argument("--slip", type=float, default=0.005, help=slip)
+    parser.add_argument("--longest", type=int, default=160, help="steps of the longest problem")
+    parser.add_argument("--first", type=int, default=10, help="steps of the longest problem at first")
+    parser.add_argument("--hold", type=float, default=0.6, help="share of the time at the full learning rate")
+    parser.add_argument("--start", help="directory of a model to go on from")
+    parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--config", default="{}", help="JSON, changes to task.model_config")
+    parser.add_argument("--seed", type=int, default=0)
+    lengths = "lengths whose pass rate is reported"
+    parser.add_argument("--measure", nargs="*", type=int, default=[], help=lengths)
+    parser.add_argument("--log-every", type=int, default=100)
+
+
+def first_model(args: argparse.Namespace) -> Any:
+    """FP32, with random weights or those of `start`."""
+    from transformers import Qwen3ForCausalLM
+
+    if args.start:
+        return Qwen3ForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+    return Qwen3ForCausalLM(task.model_config(**json.loads(args.config))).float()
+
+
 def pretrain(args: argparse.Namespace) -> dict[str, Any]:
     """Train from random weights, or those of `start`, until `steps` or `seconds` are used up.
 
     Saves BF16 weights in HF format and `pretraining.json`.
     """
-    from transformers import Qwen3ForCausalLM
-
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
-    if args.start:
-        model: Any = Qwen3ForCausalLM.from_pretrained(args.start, dtype=torch.float32).to(device)
-    else:
-        model = Qwen3ForCausalLM(task.model_config(**json.loads(args.config))).float().to(device)
+    model = first_model(args).to(device)
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.02, foreach=True
     )

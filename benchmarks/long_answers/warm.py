@@ -73,6 +73,12 @@ def passes(arm: str, settings: dict[str, Any]) -> None:
     cell.learn(problems, sample)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--share", help="i/n: compile this share (used by the processes themselves)")
+    parser.add_argument("--settings", default="{}")
+
+
 def warm(args: argparse.Namespace) -> None:
     """Start the processes, or be one of them."""
     if args.share:

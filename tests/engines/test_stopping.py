@@ -16,21 +16,25 @@ from tests.models.cases import random_sequences
 def test_every_kind_of_stop(engine):
     """End-of-sequence and stop ids end with "stop" and keep the token that stopped; ignore_eos goes on."""
     prompts = random_sequences((5, 7, 9), VOCAB)
-    free = SamplingParams(n=4, max_tokens=40, seed=6, ignore_eos=True)
-    unstopped = ids_of(engine.generate(prompts, free))
-    flat = [ids for row in unstopped for ids in row]
+    free, flat = unstopped(engine, prompts, 40)
     eos, stop = flat[0][3], flat[1][5]
     with_eos = make_engine_with_eos(engine, eos)
-    results = with_eos.generate(prompts, SamplingParams(n=4, max_tokens=40, seed=6, stop_token_ids=(stop,)))
+    stopping = dataclasses.replace(free, stop_token_ids=(stop,))
+    results = with_eos.generate(prompts, dataclasses.replace(stopping, ignore_eos=False))
     for full, completion in zip(flat, (c for row in results for c in row), strict=True):
         expected = next((i + 1 for i, t in enumerate(full) if t in (eos, stop)), 40)
         assert completion.token_ids.tolist() == full[:expected]
         assert completion.finish_reason == ("stop" if full[expected - 1] in (eos, stop) else "length")
-    only_stop = SamplingParams(n=4, max_tokens=40, seed=6, stop_token_ids=(stop,), ignore_eos=True)
     for full, ids in zip(
-        flat, (i for r in ids_of(with_eos.generate(prompts, only_stop)) for i in r), strict=True
+        flat, (i for r in ids_of(with_eos.generate(prompts, stopping)) for i in r), strict=True
     ):
         assert ids == full[: next((i + 1 for i, t in enumerate(full) if t == stop), 40)]
+
+
+def unstopped(engine, prompts, length):
+    """(params, ids) of four answers a prompt that only `length` ends, in one list."""
+    free = SamplingParams(n=4, max_tokens=length, seed=6, ignore_eos=True)
+    return free, [ids for row in ids_of(engine.generate(prompts, free)) for ids in row]
 
 
 def make_engine_with_eos(engine, eos):
@@ -44,13 +48,10 @@ def test_stop_strings_across_tokens(model):
     """A string that spans tokens stops at the token that completes it, at the first occurrence."""
     engine = engine_of(model, tokenizer=Letters())
     prompts = random_sequences((5, 7), VOCAB)
-    free = SamplingParams(n=4, max_tokens=30, seed=6, ignore_eos=True)
-    flat = [ids for row in ids_of(engine.generate(prompts, free)) for ids in row]
+    free, flat = unstopped(engine, prompts, 30)
     decode = Letters().decode
     stops = (decode(flat[0][4:8])[1:], decode(flat[1][10:12]))
-    results = engine.generate(
-        prompts, SamplingParams(n=4, max_tokens=30, seed=6, ignore_eos=True, stop=stops)
-    )
+    results = engine.generate(prompts, dataclasses.replace(free, stop=stops))
     hits = 0
     for full, completion in zip(flat, (c for row in results for c in row), strict=True):
         lengths = [n for n in range(1, 31) if any(s in decode(full[:n]) for s in stops)]
@@ -81,8 +82,7 @@ def test_min_tokens_passes_over_early_stop_strings(model):
     """A string that one of the first min_tokens tokens completes does not count; the first one after them does."""
     engine = engine_of(model, tokenizer=Letters())
     prompts = random_sequences((5, 7), VOCAB)
-    free = SamplingParams(n=4, max_tokens=30, seed=6, ignore_eos=True)
-    flat = [ids for row in ids_of(engine.generate(prompts, free)) for ids in row]
+    free, flat = unstopped(engine, prompts, 30)
     decode = Letters().decode
     stop = decode(flat[0][3:4])
     for minimum in (0, 3, 4, 5):
