@@ -25,8 +25,8 @@ from precision_kernels import (
 from precision_policies import Plan, PrecisionPolicy
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.batch import PackedBatch
+from rllib_llm.models.joint import JointProjections
 from rllib_llm.models.layers import (
-    JointProjections,
     PlannedEmbedding,
     PlannedLinear,
     PlannedNorm,

@@ -7,8 +7,7 @@ that are exactly the tensors of a `WeightUpdate` (names, dtypes, bytes); nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -16,27 +15,26 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from precision_kernels import (
     Coded,
-    JointWeight,
     LinearFormats,
     PreparedWeight,
     Quantised,
     Remake,
     add_rms_norm,
     add_rms_norm_quantise,
-    joinable,
     linears,
     linears_of_codes,
-    prepare_joint,
     prepare_weight,
     quantise_weight,
     rms_norm,
     rms_norm_coded,
     rms_norm_quantise,
-    rows_of_one,
 )
 from precision_policies import ModulePlan, PrecisionPolicy
 from rllib_llm.sync.packed import SCALE_SUFFIX, dtype_name
 from rllib_llm.sync.verify import TensorSpec
+
+if TYPE_CHECKING:
+    from rllib_llm.models.joint import JointProjections
 
 Side = Literal["train", "rollout"]
 ScaleFormat = Literal["fp32", "ue8m0"]
@@ -217,6 +215,11 @@ class PlannedLinear(PlannedModule):
         self._prepared: tuple[tuple[int, ...], PreparedWeight, torch.Tensor] | None = None
         self.joint: JointProjections | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy, without what `prepared` makes again: it is known by addresses of this process, and
+        torch 2.13 cannot load a plain pickle of e4m3 tensors."""
+        return self.__dict__ | {"_prepared": None}
+
     def weight_key(self, weight: torch.Tensor) -> tuple[int, ...]:
         """Changes when the weight does: its identity, address, version, and the optimiser steps taken."""
         return (
@@ -276,72 +279,3 @@ class PlannedLinear(PlannedModule):
         weight = self.weight if tied_weight is None else tied_weight
         prepared = [self.prepared(weight)]
         return linears(hidden, [weight], [None], self.formats, prepared, out_dtype=torch.float32)[0]
-
-
-class JointProjections:
-    """Projections of one input (q, k, v or gate, up): x is quantised and saved once, and one GEMM serves all.
-
-    That GEMM reads the weights one below the other, so every weight must have a multiple of 128 rows; else they are
-    multiplied one by one. The bits are those of each alone. On the rollout side the modules' buffers are rows of
-    one tensor, on the train side the operands are. The modules must have one set of formats; a plan never splits
-    such a group.
-    """
-
-    def __init__(self, modules: Sequence[PlannedLinear]) -> None:
-        self.modules = tuple(modules)
-        self._prepared: tuple[tuple[Any, ...], JointWeight, list[torch.Tensor]] | None = None
-        self.joined = joinable([m.plan.shape for m in self.modules])
-        if self.joined:
-            for module in self.modules:
-                module.joint = self
-            self._place()
-
-    def __call__(
-        self, x: torch.Tensor | Quantised | Coded, remake: Remake | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """[T, K], or its codes -> [T, Ni] of every module, column slices of one matrix if they are joined.
-
-        ``remake`` as in `linears`.
-        """
-        prepared = self.prepared() if self.joined else [m.prepared() for m in self.modules]
-        biases = [m.bias for m in self.modules]
-        if isinstance(x, Quantised):
-            return linears_of_codes(x, prepared, biases, self.modules[0].compute_dtype)
-        codes = None
-        if isinstance(x, Coded):
-            x, codes, remake = x
-        weights = [m._operand() for m in self.modules]
-        return linears(x, weights, biases, self.modules[0].formats, prepared, codes, remake=remake)
-
-    def prepared(self) -> JointWeight:
-        """All weights as their one GEMM reads them; made as often as `PlannedLinear.prepared`."""
-        key = tuple(m.weight_key(m.weight) for m in self.modules)
-        if self._prepared is None or self._prepared[0] != key:
-            self._place()
-            first = self.modules[0]
-            weights: list[torch.Tensor] = [m.weight for m in self.modules]
-            sources = [m.source(w) for m, w in zip(self.modules, weights, strict=True)]
-            joint = prepare_joint(sources, first.formats, first.compute_dtype)
-            key = tuple(m.weight_key(m.weight) for m in self.modules)
-            self._prepared = (key, joint, weights)
-        return self._prepared[1]
-
-    def part(self, module: PlannedLinear) -> PreparedWeight:
-        """The one of `prepared` that is `module`'s."""
-        return self.prepared().parts[self.modules.index(module)]
-
-    def forget_operands(self) -> None:
-        self._prepared = None
-
-    def _place(self) -> None:
-        """Make received weights rows of one tensor; after `Module.to` they no longer are."""
-        if self.modules[0].side == "train":
-            return
-        for suffix in self.modules[0]._buffers:
-            if suffix == "bias":
-                continue
-            buffers = [getattr(m, suffix) for m in self.modules]
-            if rows_of_one(buffers) is None:
-                rows = torch.cat(buffers).split([b.shape[0] for b in buffers])
-                for module, part in zip(self.modules, rows, strict=True):
-                    module._buffers[suffix] = part

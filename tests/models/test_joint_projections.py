@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen3Config
 
 from rllib_llm.models import PackedBatch, build_model, causal_lm
-from rllib_llm.models.layers import JointProjections
+from rllib_llm.models.joint import JointProjections
 from tests.models.cases import random_sequences
 
 CONFIG = Qwen3Config(
@@ -38,7 +38,7 @@ def test_joined_and_fused_forwards_have_the_learners_bits(policy, device, monkey
     with torch.no_grad():
         expected = learner(batch(device))
         assert torch.equal(rollout(batch(device)), expected)
-        monkeypatch.setattr("rllib_llm.models.layers.joinable", lambda shapes: False)
+        monkeypatch.setattr("rllib_llm.models.joint.joinable", lambda shapes: False)
         apart = pair(policy, device)
         assert apart[0].model.layers[0].self_attn.q_proj.joint is None
         for model in apart:
