@@ -15,6 +15,7 @@ from precision_kernels import deepgemm
 from precision_kernels.dispatch import Implementation
 from precision_kernels.reference.formats import BLOCK, Quantised
 from precision_kernels.reference.matmul import _expect, _same_contraction
+from precision_kernels.registration import fake, operator
 
 
 def _missing() -> str | None:
@@ -37,7 +38,7 @@ if _missing():
 _BLOCKS = F.ScalingType.BlockWise1x128
 
 
-@torch.library.custom_op("precision_kernels::cublaslt_fp8_wgrad", mutates_args=())
+@operator("cublaslt_fp8_wgrad")
 def _wgrad_op(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor
 ) -> torch.Tensor:
@@ -45,7 +46,7 @@ def _wgrad_op(
     return F.scaled_mm(a, b.t(), a_scales, _BLOCKS, b_scales, _BLOCKS, output_dtype=torch.float32)
 
 
-@_wgrad_op.register_fake
+@fake(_wgrad_op)
 def _(a, a_scales, b, b_scales):
     return torch.empty(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
 

@@ -30,6 +30,7 @@ import torch
 from precision_kernels.dispatch import Implementation
 from precision_kernels.reference.formats import BLOCK, Quantised
 from precision_kernels.reference.matmul import _expect, _same_contraction
+from precision_kernels.registration import fake, operator
 from precision_kernels.triton import matmul as triton_matmul
 from precision_kernels.triton import version as triton_version
 from precision_kernels.triton.quantise import aligned_scales
@@ -64,7 +65,7 @@ def accepts(outputs: int, contraction: int) -> bool:
     return contraction > 0 and contraction % BLOCK == 0 and outputs % 64 == 0
 
 
-@torch.library.custom_op("precision_kernels::deepgemm_fp8", mutates_args=())
+@operator("deepgemm_fp8")
 def _fp8_op(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> torch.Tensor:
     """bf16 a [M, K] @ b [N, K].T; a's scales [M, K/128] in the TMA layout, b's [N/128, K/128] or its transpose."""
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
@@ -72,12 +73,12 @@ def _fp8_op(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: 
     return out
 
 
-@_fp8_op.register_fake
+@fake(_fp8_op)
 def _(a, a_scales, b, b_scales):
     return torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
 
 
-@torch.library.custom_op("precision_kernels::deepgemm_fp8_accumulate", mutates_args={"out"})
+@operator("deepgemm_fp8_accumulate", mutates=("out",))
 def _fp8_accumulate_op(
     a: torch.Tensor,
     a_scales: torch.Tensor,
@@ -102,12 +103,12 @@ def _fp8_accumulate_op(
     )
 
 
-@_fp8_accumulate_op.register_fake
+@fake(_fp8_accumulate_op)
 def _(a, a_scales, b, b_scales, out, fixed):
     return None
 
 
-@torch.library.custom_op("precision_kernels::deepgemm_bf16", mutates_args=())
+@operator("deepgemm_bf16")
 def _bf16_op(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """bf16 or fp32 x [M, K] @ w [N, K].T for bf16 operands."""
     out = torch.empty(x.shape[0], w.shape[0], dtype=out_dtype, device=x.device)
@@ -115,12 +116,12 @@ def _bf16_op(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.
     return out
 
 
-@_bf16_op.register_fake
+@fake(_bf16_op)
 def _(x, w, out_dtype):
     return torch.empty(x.shape[0], w.shape[0], dtype=out_dtype, device=x.device)
 
 
-@torch.library.custom_op("precision_kernels::deepgemm_grouped", mutates_args=())
+@operator("deepgemm_grouped")
 def _grouped_op(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, expert: torch.Tensor
 ) -> torch.Tensor:
@@ -132,7 +133,7 @@ def _grouped_op(
     return out
 
 
-@_grouped_op.register_fake
+@fake(_grouped_op)
 def _(a, a_scales, b, b_scales, expert):
     return torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
 

@@ -19,6 +19,7 @@ from precision_kernels.attention_width import attention_width, widen_heads
 from precision_kernels.dispatch import Implementation
 from precision_kernels.reference.attention import shape_problems
 from precision_kernels.reference.layout import AttentionLayout
+from precision_kernels.registration import fake, operator
 
 _PAGE = 16
 """Tokens per page of the cache, vLLM's default; a page table lets sequences use any rows of one cache."""
@@ -49,7 +50,7 @@ _version, _varlen = _load()
 _extra = {"fa_version": 3} if _version.startswith("vllm") else {}
 
 
-@torch.library.custom_op("precision_kernels::flash_attention", mutates_args=())
+@operator("flash_attention")
 def _forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,12 +62,12 @@ def _forward_op(
     return o, lse
 
 
-@_forward_op.register_fake
+@fake(_forward_op)
 def _(q, k, v, cu_seqlens, longest, scale):
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("precision_kernels::flash_attention_cached", mutates_args=())
+@operator("flash_attention_cached")
 def _cached_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest_q: int, keys: torch.Tensor,
     longest_k: int, pages: torch.Tensor, scale: float,
@@ -79,12 +80,12 @@ def _cached_op(
     return o, lse
 
 
-@_cached_op.register_fake
+@fake(_cached_op)
 def _(q, k, v, cu_seqlens, longest_q, keys, longest_k, pages, scale):
     return q.new_empty(*q.shape[:2], v.shape[3]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("precision_kernels::flash_attention_backward", mutates_args=())
+@operator("flash_attention_backward")
 def _backward_op(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     cu_seqlens: torch.Tensor, longest: int, scale: float,
@@ -124,7 +125,7 @@ def _backward_op(
         torch.use_deterministic_algorithms(previous, warn_only=warn)
 
 
-@_backward_op.register_fake
+@fake(_backward_op)
 def _(do, q, k, v, o, lse, cu_seqlens, longest, scale):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 

@@ -9,6 +9,8 @@ import triton.language as tl
 from precision_kernels.reference.activation import _check
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
 from precision_kernels.reference.quantise import _check as _quantise_check
+from precision_kernels.registration import fake, operator
+from precision_kernels.triton.launch import cdiv
 from precision_kernels.triton.numerics import (
     INTERPRETED,
     block_amax,
@@ -135,7 +137,7 @@ def _outputs(
     return y, codes, aligned_scales(m, blocks(k), gate.device) if quantise else none(torch.float32)
 
 
-@torch.library.custom_op("precision_kernels::silu_mul", mutates_args=())
+@operator("silu_mul")
 def silu_mul_op(
     gate: torch.Tensor, up: torch.Tensor, write: bool, quantise: bool, ue8m0: bool, floor: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -143,7 +145,7 @@ def silu_mul_op(
     y, codes, scales = _outputs(gate, write, quantise)
     m, k = gate.shape
     if m and k:
-        _forward_kernel[(triton.cdiv(m, _ROWS), triton.cdiv(k, BLOCK * _BLOCKS))](
+        _forward_kernel[(cdiv(m, _ROWS), cdiv(k, BLOCK * _BLOCKS))](
             gate, up, y, codes, scales, m, k, gate.stride(0), up.stride(0), *scales.stride(), floor,
             WRITE=write, QUANTISE=quantise, UE8M0=ue8m0, FAST=fast(gate.dtype, floor),
             ROWS=_ROWS, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
@@ -151,12 +153,12 @@ def silu_mul_op(
     return y, codes, scales
 
 
-@silu_mul_op.register_fake
+@fake(silu_mul_op)
 def _(gate, up, write, quantise, ue8m0, floor):
     return _outputs(gate, write, quantise)
 
 
-@torch.library.custom_op("precision_kernels::silu_mul_saving", mutates_args=())
+@operator("silu_mul_saving")
 def silu_mul_saving_op(
     gate: torch.Tensor, up: torch.Tensor, ue8m0: bool, floor: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -165,7 +167,7 @@ def silu_mul_saving_op(
     _, up_codes, up_scales = _outputs(gate, False, True)
     m, k = gate.shape
     if m and k:
-        _saving_kernel[(triton.cdiv(m, _ROWS), triton.cdiv(k, BLOCK * _BLOCKS))](
+        _saving_kernel[(cdiv(m, _ROWS), cdiv(k, BLOCK * _BLOCKS))](
             gate, up, y, gate_codes, gate_scales, up_codes, up_scales, m, k, gate.stride(0), up.stride(0),
             *gate_scales.stride(), floor, UE8M0=ue8m0, FAST=fast(gate.dtype, floor), ROWS=_ROWS, BLOCKS=_BLOCKS,
             num_warps=4, enable_fp_fusion=False,
@@ -173,12 +175,12 @@ def silu_mul_saving_op(
     return y, gate_codes, gate_scales, up_codes, up_scales
 
 
-@silu_mul_saving_op.register_fake
+@fake(silu_mul_saving_op)
 def _(gate, up, ue8m0, floor):
     return *_outputs(gate, True, True), *_outputs(gate, False, True)[1:]
 
 
-@torch.library.custom_op("precision_kernels::silu_mul_backward", mutates_args=())
+@operator("silu_mul_backward")
 def silu_mul_backward_op(
     dy: torch.Tensor,
     gate: torch.Tensor,
@@ -195,7 +197,7 @@ def silu_mul_backward_op(
     if m and k:
         # Without codes nothing is read behind the scales' pointers and strides.
         scales = (dy, dy) if gate_scales is None or up_scales is None else (gate_scales, up_scales)
-        _backward_kernel[(triton.cdiv(m, _ROWS), triton.cdiv(k, BLOCK * _BLOCKS))](
+        _backward_kernel[(cdiv(m, _ROWS), cdiv(k, BLOCK * _BLOCKS))](
             dy, gate, scales[0], up, scales[1], out, out[:, k:], m, k, dy.stride(0), gate.stride(0), up.stride(0),
             *scales[0].stride(), 2 * k, CODES=scales[0] is not dy, ROWS=_ROWS, BLOCKS=_BLOCKS, num_warps=4,
             enable_fp_fusion=False,
@@ -203,7 +205,7 @@ def silu_mul_backward_op(
     return out
 
 
-@silu_mul_backward_op.register_fake
+@fake(silu_mul_backward_op)
 def _(dy, gate, gate_scales, up, up_scales):
     return torch.empty(gate.shape[0], 2 * gate.shape[1], dtype=dy.dtype, device=dy.device)
 

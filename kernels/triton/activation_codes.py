@@ -14,7 +14,9 @@ import triton.language as tl
 from precision_kernels.reference.activation import _check
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
 from precision_kernels.reference.quantise import _check as _quantise_check
+from precision_kernels.registration import fake, operator
 from precision_kernels.triton.activation import _matrix, silu_mul_op
+from precision_kernels.triton.launch import cdiv
 from precision_kernels.triton.numerics import INTERPRETED, exp, fast, silu_bf16
 from precision_kernels.triton.packed import is_packable, multiply, pack, quads, unpack
 from precision_kernels.triton.quantise import _words, aligned_scales, quantise_both_op, transposed_codes
@@ -64,7 +66,7 @@ def accepts(gate: torch.Tensor, up: torch.Tensor, floor: float) -> bool:
     )
 
 
-@torch.library.custom_op("precision_kernels::silu_mul_quantise_both", mutates_args=())
+@operator("silu_mul_quantise_both")
 def silu_mul_quantise_both_op(
     gate: torch.Tensor, up: torch.Tensor, ue8m0: bool, floor: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -76,7 +78,7 @@ def silu_mul_quantise_both_op(
     codes = torch.empty(m, k, dtype=FP8, device=device)
     scales, words = aligned_scales(m, blocks(k), device), _words(m, k, device)
     scales_t = torch.empty(blocks(m), k, dtype=torch.float32, device=device)
-    _product_kernel[(k // BLOCK, triton.cdiv(m, BLOCK))](
+    _product_kernel[(k // BLOCK, cdiv(m, BLOCK))](
         quads(gate), quads(up), codes.view(torch.int32), scales, words, scales_t, m, k, gate.stride(0) // 4,
         up.stride(0) // 4, scales.stride(1), words.stride(0), floor, UE8M0=ue8m0, num_warps=_WARPS,
         maxnreg=_REGISTERS, enable_fp_fusion=False,
@@ -84,7 +86,7 @@ def silu_mul_quantise_both_op(
     return codes, scales, words.view(FP8).t()[:m], scales_t
 
 
-@silu_mul_quantise_both_op.register_fake
+@fake(silu_mul_quantise_both_op)
 def _(gate, up, ue8m0, floor):
     (m, k), device = gate.shape, gate.device
     rows = torch.empty(m, k, dtype=FP8, device=device), aligned_scales(m, blocks(k), device)

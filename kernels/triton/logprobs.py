@@ -12,6 +12,8 @@ import triton.language as tl
 
 from precision_kernels.reference.exact import SUM_LANES
 from precision_kernels.reference.logprobs import _check, _check_ids
+from precision_kernels.registration import fake, operator
+from precision_kernels.triton.launch import cdiv, next_power_of_2
 from precision_kernels.triton.numerics import exp, fold, log
 
 
@@ -126,7 +128,7 @@ def _launch(v: int, rows: int = 0) -> dict[str, int]:
 
     Many rows fill the GPU with one warp each, which keeps the tree in registers; few rows need more warps per row.
     """
-    width = min(SUM_LANES, max(16, triton.next_power_of_2(v)))
+    width = min(SUM_LANES, max(16, next_power_of_2(v)))
     warps = 1 if rows >= _MANY_ROWS else 8 if width >= 2048 else 4
     return {"WIDTH": width, "num_warps": warps, "enable_fp_fusion": False}
 
@@ -138,7 +140,7 @@ def _log2(launch: dict[str, int]) -> int:
 _MANY_ROWS = 1024
 
 
-@torch.library.custom_op("precision_kernels::token_logprobs", mutates_args=())
+@operator("token_logprobs")
 def token_logprobs_op(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float, want_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,13 +157,13 @@ def token_logprobs_op(
     return logp, entropy, lse
 
 
-@token_logprobs_op.register_fake
+@fake(token_logprobs_op)
 def _(logits, ids, temperature, want_entropy):
     rows = logits.shape[0]
     return logits.new_empty(rows), logits.new_empty(rows if want_entropy else 0), logits.new_empty(rows)
 
 
-@torch.library.custom_op("precision_kernels::token_logprobs_backward", mutates_args=())
+@operator("token_logprobs_backward")
 def token_logprobs_backward_op(
     dlogp: torch.Tensor | None, dentropy: torch.Tensor | None, logits: torch.Tensor, ids: torch.Tensor,
     lse: torch.Tensor, entropy: torch.Tensor | None, temperature: float,
@@ -172,7 +174,7 @@ def token_logprobs_backward_op(
     if rows:
         launch = _launch(v)
         with_entropy = dentropy is not None and entropy is not None
-        _token_backward_kernel[(rows, triton.cdiv(v, launch["WIDTH"]))](
+        _token_backward_kernel[(rows, cdiv(v, launch["WIDTH"]))](
             dlogp if dlogp is not None else lse, dentropy if with_entropy else lse, logits, ids, lse,
             entropy if with_entropy else lse, out, v, logits.stride(0), temperature,
             SCALE=temperature != 1.0, LOGP=dlogp is not None, ENTROPY=with_entropy, **launch,
@@ -180,12 +182,12 @@ def token_logprobs_backward_op(
     return out
 
 
-@token_logprobs_backward_op.register_fake
+@fake(token_logprobs_backward_op)
 def _(dlogp, dentropy, logits, ids, lse, entropy, temperature):
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
-@torch.library.custom_op("precision_kernels::log_softmax", mutates_args=())
+@operator("log_softmax")
 def log_softmax_op(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """fp32 [T, V] -> fp32 [T, V]."""
     rows, v = logits.shape
@@ -205,12 +207,12 @@ def log_softmax_op(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return y
 
 
-@log_softmax_op.register_fake
+@fake(log_softmax_op)
 def _(logits, temperature):
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
-@torch.library.custom_op("precision_kernels::log_softmax_backward", mutates_args=())
+@operator("log_softmax_backward")
 def log_softmax_backward_op(dy: torch.Tensor, y: torch.Tensor, temperature: float) -> torch.Tensor:
     """dlogits fp32 [T, V] from dy and y, both contiguous."""
     out = torch.empty_like(y)
@@ -221,7 +223,7 @@ def log_softmax_backward_op(dy: torch.Tensor, y: torch.Tensor, temperature: floa
     return out
 
 
-@log_softmax_backward_op.register_fake
+@fake(log_softmax_backward_op)
 def _(dy, y, temperature):
     return torch.empty_like(y)
 

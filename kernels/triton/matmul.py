@@ -14,6 +14,8 @@ import triton.language as tl
 
 from precision_kernels.reference.formats import BLOCK, Quantised
 from precision_kernels.reference.matmul import _expect, _same_contraction
+from precision_kernels.registration import fake, operator
+from precision_kernels.triton.launch import cdiv
 from precision_kernels.triton.numerics import INTERPRETED, decode_e4m3, round_to, widen
 
 _TILE_M, _TILE_N, _TILE_K = 64, 128, 64
@@ -68,7 +70,7 @@ def _invariant_kernel(
     tl.store(out, round_to(acc, y.dtype.element_ty), (rows < M)[:, None] & (columns < N)[None, :])
 
 
-@torch.library.custom_op("precision_kernels::block_fp8_gemm", mutates_args={"out"})
+@operator("block_fp8_gemm", mutates=("out",))
 def block_fp8_gemm_op(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, out: torch.Tensor,
     b_rows: int, accumulate: bool,
@@ -76,33 +78,33 @@ def block_fp8_gemm_op(
     """out [M, N] (+)= a [M, K] @ b [N, K].T for e4m3 codes of any strides; one b scale serves ``b_rows`` rows of b."""
     (m, k), n = a.shape, b.shape[0]
     if m and n:
-        _block_fp8_kernel[(triton.cdiv(m, _TILE_M), triton.cdiv(n, _TILE_N))](
+        _block_fp8_kernel[(cdiv(m, _TILE_M), cdiv(n, _TILE_N))](
             a, a_scales, b, b_scales, out, m, n, k, *a.stride(), *b.stride(), *a_scales.stride(), *b_scales.stride(),
             out.stride(0), B_ROWS=b_rows, ACCUMULATE=accumulate, BM=_TILE_M, BN=_TILE_N,
             num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-@block_fp8_gemm_op.register_fake
+@fake(block_fp8_gemm_op)
 def _(a, a_scales, b, b_scales, out, b_rows, accumulate):
     return None
 
 
-@torch.library.custom_op("precision_kernels::invariant_gemm", mutates_args=())
+@operator("invariant_gemm")
 def invariant_gemm_op(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """x [M, K] @ w [N, K].T -> [M, N] in ``out_dtype``."""
     (m, k), n = x.shape, w.shape[0]
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     if m and n:
         depth = 32 if x.dtype == torch.float32 else _TILE_K
-        _invariant_kernel[(triton.cdiv(m, _TILE_M), triton.cdiv(n, _TILE_N))](
+        _invariant_kernel[(cdiv(m, _TILE_M), cdiv(n, _TILE_N))](
             x, w, y, m, n, k, *x.stride(), *w.stride(), BM=_TILE_M, BN=_TILE_N, BK=depth,
             num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
     return y
 
 
-@invariant_gemm_op.register_fake
+@fake(invariant_gemm_op)
 def _(x, w, out_dtype):
     return torch.empty(x.shape[0], w.shape[0], dtype=out_dtype, device=x.device)
 

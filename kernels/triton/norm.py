@@ -15,7 +15,9 @@ import triton.language as tl
 from precision_kernels.reference.exact import SUM_LANES
 from precision_kernels.reference.formats import FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
 from precision_kernels.reference.norm import _check
+from precision_kernels.registration import fake, operator
 from precision_kernels.triton import wide_norm
+from precision_kernels.triton.launch import cdiv, next_power_of_2
 from precision_kernels.triton.numerics import (
     INTERPRETED,
     block_amax,
@@ -158,7 +160,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 def _tile(d: int, quantise: bool) -> tuple[int, int]:
     """(rows per program, width of a chunk): 2048 elements, 16 for each thread of four warps."""
-    width = min(SUM_LANES, max(128 if quantise else 16, triton.next_power_of_2(d)))
+    width = min(SUM_LANES, max(128 if quantise else 16, next_power_of_2(d)))
     return SUM_LANES // width, width
 
 
@@ -176,7 +178,7 @@ def _outputs(
     return y, summed, rstd, codes, scales
 
 
-@torch.library.custom_op("precision_kernels::rms_norm", mutates_args=())
+@operator("rms_norm")
 def rms_norm_op(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, write: bool, quantise: bool,
     ue8m0: bool, floor: float,
@@ -189,8 +191,8 @@ def rms_norm_op(
         wide_norm.launch(x, residual, weight, outputs, eps, write, quantise, ue8m0, floor)
     elif m and d:
         rows, width = _tile(d, quantise)
-        chunks = triton.cdiv(d, width)
-        _forward_kernel[(triton.cdiv(m, rows),)](
+        chunks = cdiv(d, width)
+        _forward_kernel[(cdiv(m, rows),)](
             x, residual if residual is not None else x, weight, y, summed, rstd, codes, scales, m, h, d, x_m, x_h,
             *scales.stride(), eps, floor, ADD=residual is not None, WRITE=write, QUANTISE=quantise, UE8M0=ue8m0,
             FAST=fast(x.dtype, floor), ROWS=rows, WIDTH=width, LOG2=width.bit_length() - 1,
@@ -199,12 +201,12 @@ def rms_norm_op(
     return outputs
 
 
-@rms_norm_op.register_fake
+@fake(rms_norm_op)
 def _(x, residual, weight, eps, write, quantise, ue8m0, floor):
     return _outputs(x, residual is not None, write, quantise)
 
 
-@torch.library.custom_op("precision_kernels::rms_norm_backward", mutates_args=())
+@operator("rms_norm_backward")
 def rms_norm_backward_op(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -215,10 +217,10 @@ def rms_norm_backward_op(
     """(dx like x, dweight fp32 [D])."""
     m, h, d, x_m, x_h = _shape(x)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = triton.next_power_of_2(max(d, 16))
+    width = next_power_of_2(max(d, 16))
     rows = max(1, 2048 // width)
     steps = max(1, _BACKWARD_ROWS // rows)
-    programs = triton.cdiv(m, rows * steps)
+    programs = cdiv(m, rows * steps)
     partial = torch.empty(programs, d, dtype=torch.float32, device=x.device)
     if m and d:
         _, _, _, dy_m, dy_h = _shape(dy)
@@ -230,7 +232,7 @@ def rms_norm_backward_op(
     return dx, partial.sum(0)
 
 
-@rms_norm_backward_op.register_fake
+@fake(rms_norm_backward_op)
 def _(dy, x, weight, rstd, dresidual):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(x.shape[-1], dtype=torch.float32)
 

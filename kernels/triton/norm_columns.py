@@ -9,6 +9,8 @@ import triton.language as tl
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
 from precision_kernels.reference.norm import _check
 from precision_kernels.reference.quantise import _check as _quantise_check
+from precision_kernels.registration import fake, operator
+from precision_kernels.triton.launch import cdiv
 from precision_kernels.triton.norm import _matrix, rms_norm_op
 from precision_kernels.triton.numerics import amax_of, block_scale, divide_by_scale, encode_rows, fast
 from precision_kernels.triton.packed import is_packable, lane, larger, lifted, normalise, quads, unpack
@@ -79,7 +81,7 @@ def _kernel(x, rstd, weight, words, scales_t, M, QUADS, x_m, word_k, floor, UE8M
     _put(a, b, c, d, first, words, scales_t, 4 * QUADS, word_k, floor, UE8M0)
 
 
-@torch.library.custom_op("precision_kernels::rms_norm_quantise_columns", mutates_args=())
+@operator("rms_norm_quantise_columns")
 def rms_norm_quantise_columns_op(
     x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, eps: float, ue8m0: bool, floor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,14 +92,14 @@ def rms_norm_quantise_columns_op(
         return quantise_columns_op(y, ue8m0, floor)
     words = _words(m, d, x.device)
     scales = torch.empty(blocks(m), d, dtype=torch.float32, device=x.device)
-    _kernel[(triton.cdiv(d, 4 * _WIDTH.value), triton.cdiv(m, BLOCK))](
+    _kernel[(cdiv(d, 4 * _WIDTH.value), cdiv(m, BLOCK))](
         quads(x), rstd, quads(weight), words, scales, m, d // 4, x.stride(0) // 4, words.stride(0), floor, UE8M0=ue8m0,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return words.view(FP8).t()[:m], scales
 
 
-@rms_norm_quantise_columns_op.register_fake
+@fake(rms_norm_quantise_columns_op)
 def _(x, weight, rstd, eps, ue8m0, floor):
     m, d = x.shape
     return transposed_codes(m, d, x.device), torch.empty(blocks(m), d, dtype=torch.float32, device=x.device)

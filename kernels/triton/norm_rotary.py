@@ -13,6 +13,8 @@ import triton.language as tl
 from precision_kernels.reference.exact import SUM_LANES
 from precision_kernels.reference.norm import _check as check_norm
 from precision_kernels.reference.rotary import _check as check_rotary
+from precision_kernels.registration import fake, operator
+from precision_kernels.triton.launch import cdiv
 from precision_kernels.triton.norm import rms_norm
 from precision_kernels.triton.numerics import fold, round_to, widen
 from precision_kernels.triton.rotary import rotary
@@ -59,7 +61,7 @@ def _norm_rotary_kernel(
         )
 
 
-@torch.library.custom_op("precision_kernels::norm_rotary", mutates_args=())
+@operator("norm_rotary")
 def norm_rotary_op(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
     positions: torch.Tensor, cos_sin: torch.Tensor,
@@ -69,7 +71,7 @@ def norm_rotary_op(
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     tokens, heads, d = q.shape
     if tokens:
-        _norm_rotary_kernel[(triton.cdiv(tokens, _TOKENS), heads + k.shape[1])](
+        _norm_rotary_kernel[(cdiv(tokens, _TOKENS), heads + k.shape[1])](
             q, k, q_weight, k_weight, q_out, k_out, positions, cos_sin, tokens, heads, k.shape[1], q.stride(0),
             q.stride(1), k.stride(0), k.stride(1), eps, TOKENS=_TOKENS, HALF=d // 2, LOG2=(d // 2).bit_length() - 1,
             num_warps=1, enable_fp_fusion=False,
@@ -77,7 +79,7 @@ def norm_rotary_op(
     return q_out, k_out
 
 
-@norm_rotary_op.register_fake
+@fake(norm_rotary_op)
 def _(q, k, q_weight, k_weight, eps, positions, cos_sin):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(
         k.shape, dtype=k.dtype, device=k.device

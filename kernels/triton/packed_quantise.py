@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from precision_kernels.triton.launch import cdiv
 from precision_kernels.triton.numerics import fast
 from precision_kernels.triton.packed import is_packable, quads
 from precision_kernels.triton.tile_codes import put_both
@@ -42,7 +43,7 @@ def accepts(x: torch.Tensor, floor: float) -> bool:
 def launch(x, codes, scales, words, scales_t, ue8m0: bool, floor: float) -> None:
     """Fill what `quantise._columns` returns for x [M, K], one that `accepts`; ``words``: storage of the 128x1 codes."""
     m, k = x.shape
-    _both_kernel[(triton.cdiv(k, 4 * _WIDTH.value), triton.cdiv(m, 128))](
+    _both_kernel[(cdiv(k, 4 * _WIDTH.value), cdiv(m, 128))](
         quads(x), codes.view(torch.int32), scales, words, scales_t, m, k // 4, x.stride(0) // 4, scales.stride(1),
         words.stride(0), floor, UE8M0=ue8m0, num_warps=4, maxnreg=_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -18,7 +18,9 @@ import triton.language as tl
 
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
 from precision_kernels.reference.quantise import INPUT_DTYPES, _check
+from precision_kernels.registration import fake, operator
 from precision_kernels.triton import packed_quantise
+from precision_kernels.triton.launch import cdiv
 from precision_kernels.triton.numerics import (
     amax_of,
     block_amax,
@@ -162,14 +164,14 @@ def _dequantise_kernel(
     tl.store(y + rows[:, None] * K + columns[None, :], round_to(code * scale, y.dtype.element_ty), mask)
 
 
-@torch.library.custom_op("precision_kernels::quantise_rows", mutates_args=())
+@operator("quantise_rows")
 def quantise_rows_op(x: torch.Tensor, ue8m0: bool, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] -> codes [M, K], scales [M, ceil(K/128)] in the TMA layout."""
     m, k = x.shape
     codes = torch.empty(m, k, dtype=FP8, device=x.device)
     scales = aligned_scales(m, blocks(k), x.device)
     if m and k:
-        grid = (triton.cdiv(m, _ROWS), triton.cdiv(k, BLOCK * _BLOCKS))
+        grid = (cdiv(m, _ROWS), cdiv(k, BLOCK * _BLOCKS))
         _rows_kernel[grid](
             x, codes, scales, m, k, *x.stride(), *scales.stride(), floor,
             UE8M0=ue8m0, FAST=fast(x.dtype, floor), ROWS=_ROWS, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
@@ -177,7 +179,7 @@ def quantise_rows_op(x: torch.Tensor, ue8m0: bool, floor: float) -> tuple[torch.
     return codes, scales
 
 
-@quantise_rows_op.register_fake
+@fake(quantise_rows_op)
 def _(x, ue8m0, floor):
     m, k = x.shape
     return torch.empty(m, k, dtype=FP8, device=x.device), aligned_scales(m, blocks(k), x.device)
@@ -197,7 +199,7 @@ def _columns(
         packed_quantise.launch(x, codes, scales, words, scales_t, ue8m0, floor)
     elif m and k:
         width, warps = _BOTH if rows_too else _COLUMNS
-        _columns_kernel[(triton.cdiv(k, width), triton.cdiv(m, BLOCK))](
+        _columns_kernel[(cdiv(k, width), cdiv(m, BLOCK))](
             x, codes, scales, words, scales_t, m, k, *x.stride(), *scales.stride(), words.stride(0), floor,
             UE8M0=ue8m0, FAST=fast(x.dtype, floor), ROWS_TOO=rows_too, WIDTH=width, num_warps=warps,
             enable_fp_fusion=False,
@@ -205,19 +207,19 @@ def _columns(
     return codes, scales, words.view(FP8).t()[:m], scales_t
 
 
-@torch.library.custom_op("precision_kernels::quantise_columns", mutates_args=())
+@operator("quantise_columns")
 def quantise_columns_op(x: torch.Tensor, ue8m0: bool, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] -> codes [M, K] stored transposed, scales [ceil(M/128), K]."""
     return _columns(x, ue8m0, floor, False)[2:]
 
 
-@quantise_columns_op.register_fake
+@fake(quantise_columns_op)
 def _(x, ue8m0, floor):
     m, k = x.shape
     return transposed_codes(m, k, x.device), torch.empty(blocks(m), k, dtype=torch.float32, device=x.device)
 
 
-@torch.library.custom_op("precision_kernels::quantise_both", mutates_args=())
+@operator("quantise_both")
 def quantise_both_op(
     x: torch.Tensor, ue8m0: bool, floor: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -225,7 +227,7 @@ def quantise_both_op(
     return _columns(x, ue8m0, floor, True)
 
 
-@quantise_both_op.register_fake
+@fake(quantise_both_op)
 def _(x, ue8m0, floor):
     m, k = x.shape
     rows = torch.empty(m, k, dtype=FP8, device=x.device), aligned_scales(m, blocks(k), x.device)
@@ -233,7 +235,7 @@ def _(x, ue8m0, floor):
     return *rows, transposed_codes(m, k, x.device), scales
 
 
-@torch.library.custom_op("precision_kernels::quantise_weight", mutates_args=())
+@operator("quantise_weight")
 def quantise_weight_op(
     w: torch.Tensor, ue8m0: bool, floor: float, transpose: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -243,14 +245,14 @@ def quantise_weight_op(
     scales = torch.empty(blocks(n), blocks(k), dtype=torch.float32, device=w.device)
     words = _words(n, k, w.device) if transpose else _words(0, 0, w.device)
     if n and k:
-        _weight_kernel[(triton.cdiv(k, BLOCK), triton.cdiv(n, BLOCK))](
+        _weight_kernel[(cdiv(k, BLOCK), cdiv(n, BLOCK))](
             w, codes, words, scales, n, k, *w.stride(), words.stride(0), floor, UE8M0=ue8m0,
             FAST=fast(w.dtype, floor), TRANSPOSE=transpose, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales, words.view(FP8).t()[: n if transpose else 0]
 
 
-@quantise_weight_op.register_fake
+@fake(quantise_weight_op)
 def _(w, ue8m0, floor, transpose):
     n, k = w.shape
     codes_t = transposed_codes(n, k, w.device) if transpose else torch.empty(0, 0, dtype=FP8, device=w.device)
@@ -258,7 +260,7 @@ def _(w, ue8m0, floor, transpose):
     return torch.empty(n, k, dtype=FP8, device=w.device), scales, codes_t
 
 
-@torch.library.custom_op("precision_kernels::dequantise", mutates_args=())
+@operator("dequantise")
 def dequantise_op(
     codes: torch.Tensor, scales: torch.Tensor, high: int, wide: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -266,14 +268,14 @@ def dequantise_op(
     m, k = codes.shape
     y = torch.empty(m, k, dtype=dtype, device=codes.device)
     if m and k:
-        _dequantise_kernel[(triton.cdiv(m, 16), triton.cdiv(k, 256))](
+        _dequantise_kernel[(cdiv(m, 16), cdiv(k, 256))](
             codes, scales, y, m, k, *codes.stride(), *scales.stride(), HIGH=high, WIDE=wide, ROWS=16, COLUMNS=256,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y
 
 
-@dequantise_op.register_fake
+@fake(dequantise_op)
 def _(codes, scales, high, wide, dtype):
     return torch.empty(codes.shape, dtype=dtype, device=codes.device)
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from precision_kernels.reference.rotary import _check
+from precision_kernels.registration import fake, operator
+from precision_kernels.triton.launch import cdiv, next_power_of_2
 from precision_kernels.triton.numerics import round_to, widen
 
 _TOKENS = 4
@@ -47,7 +49,7 @@ def _rotary_kernel(
         _rotate(k, k_out, tokens, head - H, cos, sin, mask, T, k_t, k_h, HKV * D, D, HALF, PAIRS, REST)
 
 
-@torch.library.custom_op("precision_kernels::rotary", mutates_args=())
+@operator("rotary")
 def rotary_op(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, sign: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,15 +59,15 @@ def rotary_op(
     tokens, heads, d = q.shape
     half = cos_sin.shape[-1] // 2
     if tokens:
-        _rotary_kernel[(triton.cdiv(tokens, _TOKENS), heads + k.shape[1])](
+        _rotary_kernel[(cdiv(tokens, _TOKENS), heads + k.shape[1])](
             q, k, q_out, k_out, positions, cos_sin, tokens, heads, k.shape[1], d, half, q.stride(0), q.stride(1),
-            k.stride(0), k.stride(1), SIGN=sign, TOKENS=_TOKENS, PAIRS=triton.next_power_of_2(half),
-            REST=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0, num_warps=1, enable_fp_fusion=False,
+            k.stride(0), k.stride(1), SIGN=sign, TOKENS=_TOKENS, PAIRS=next_power_of_2(half),
+            REST=next_power_of_2(d - 2 * half) if d > 2 * half else 0, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return q_out, k_out
 
 
-@rotary_op.register_fake
+@fake(rotary_op)
 def _(q, k, positions, cos_sin, sign):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(
         k.shape, dtype=k.dtype, device=k.device
@@ -98,7 +100,7 @@ def _joint_kernel(
         tl.store(out + tokens[:, None] * out_t + head * D + columns, copied, inside)
 
 
-@torch.library.custom_op("precision_kernels::rotary_joint", mutates_args=())
+@operator("rotary_joint")
 def rotary_joint_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -112,16 +114,16 @@ def rotary_joint_op(
     kv, half = k.shape[1], cos_sin.shape[-1] // 2
     out = torch.empty(tokens, (heads + 2 * kv) * d, dtype=q.dtype, device=q.device)
     if tokens:
-        _joint_kernel[(triton.cdiv(tokens, _TOKENS), heads + 2 * kv)](
+        _joint_kernel[(cdiv(tokens, _TOKENS), heads + 2 * kv)](
             q, k, v, out, positions, cos_sin, tokens, heads, kv, d, half, q.stride(0), q.stride(1), k.stride(0),
-            k.stride(1), v.stride(0), v.stride(1), SIGN=sign, TOKENS=_TOKENS, PAIRS=triton.next_power_of_2(half),
-            REST=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0, WIDTH=triton.next_power_of_2(d),
+            k.stride(1), v.stride(0), v.stride(1), SIGN=sign, TOKENS=_TOKENS, PAIRS=next_power_of_2(half),
+            REST=next_power_of_2(d - 2 * half) if d > 2 * half else 0, WIDTH=next_power_of_2(d),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
-@rotary_joint_op.register_fake
+@fake(rotary_joint_op)
 def _(q, k, v, positions, cos_sin, sign):
     tokens, heads, d = q.shape
     return torch.empty(tokens, (heads + 2 * k.shape[1]) * d, dtype=q.dtype, device=q.device)

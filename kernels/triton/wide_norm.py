@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from precision_kernels.reference.exact import SUM_LANES
+from precision_kernels.triton.launch import cdiv, next_power_of_2
 from precision_kernels.triton.numerics import amax_of, block_scale, divide_by_scale, encode_rows, fast
 from precision_kernels.triton.packed import add, is_packable, largest, lifted, normalise, quads, unpack
 
@@ -124,8 +125,8 @@ def launch(
     """Fill ``outputs`` = (y, new residual, rstd, codes, scales) of `norm.rms_norm_op`; x is one that `accepts`."""
     y, summed, rstd, codes, scales = outputs
     m, d = x.shape
-    width = min(SUM_LANES, triton.next_power_of_2(d)) // 4
-    pieces = triton.cdiv(d, 4 * width)
+    width = min(SUM_LANES, next_power_of_2(d)) // 4
+    pieces = cdiv(d, 4 * width)
     # One H200, 8192 rows, quantised, 4 and 8 warps: 0.029 and 0.033 ms for 4096 columns, 0.036 and 0.041 for 5120,
     # 0.087 and 0.081 for 12288.
     warps = width // _SHARE.value * (1 if pieces <= 3 else 2)
