@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,18 +59,31 @@ def running_ray(resources: ResourceSettings, config: Any) -> Iterator[None]:
         elif started:
             needed = int(-(-request.required_resources.get("CPU", 1) // 1))
             cpus = resources.ray_cpus or max(os.cpu_count() or 1, needed)
-            ray.init(
-                address="local",  # whatever RAY_ADDRESS says
-                num_cpus=cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
+            with _ignored(signal.SIGHUP):
+                ray.init(
+                    address="local",  # whatever RAY_ADDRESS says
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
         require_placeable(request.bundles)
         yield
     finally:
         if started:
             ray.shutdown()
+
+
+@contextmanager
+def _ignored(number: signal.Signals) -> Iterator[None]:
+    """Processes started meanwhile ignore the signal for good, and so do theirs: a terminal that closes sends SIGHUP to
+    Ray's too, which the run still needs for its checkpoint (`interrupt`). Ray itself blocks SIGINT so.
+    """
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def _join(address: str) -> None:

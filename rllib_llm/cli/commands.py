@@ -69,7 +69,7 @@ def _add_train(subparsers: Any) -> None:
         "  rllib-llm train configs/quickstart.yaml precision=mixed-bf16-fp8 train.lr=2e-4\n"
         "  rllib-llm train my.yaml run.iterations=500 run.resources.num_learners=2 tracking.enabled=false\n"
         "  rllib-llm train --resume results/quickstart-unified-fp8-20260101-120000\n\n"
-        "Ctrl-C finishes the iteration, writes a checkpoint and says how to resume.\n"
+        "Ctrl-C finishes the iteration, writes a checkpoint and says how to resume; so do SIGTERM and SIGHUP.\n"
         "All keys, with types and defaults: rllib-llm config keys",
     )
     parser.add_argument(

@@ -1,7 +1,8 @@
-"""Ctrl-C: finish the iteration, keep a checkpoint, say how to go on. A second Ctrl-C stops at once."""
+"""Ctrl-C, SIGTERM, a closed terminal: finish the iteration, write a checkpoint, say how to go on."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -12,15 +13,22 @@ from ray.tune import Stopper
 
 
 class Interrupt:
-    """Catches SIGINT and SIGTERM while it is entered; ``requested`` tells that one came."""
+    """Catches SIGINT, SIGTERM and SIGHUP while it is entered; ``requested`` tells that one came.
+
+    A second SIGINT or SIGTERM raises KeyboardInterrupt. A second SIGHUP does not: where a terminal closes, the shell
+    repeats the kernel's. One that is ignored already (nohup) stays so.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self._previous: dict[int, Any] = {}
+        self._terminals: list[int] = []
 
     def __enter__(self) -> Interrupt:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._on_signal)
+        self._terminals = [output for output in (1, 2) if os.isatty(output)]
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -32,7 +40,11 @@ class Interrupt:
         return {**self.__dict__, "_previous": {}}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._leave_closed_terminals()
         if self.requested:
+            if number == signal.SIGHUP:
+                return
             raise KeyboardInterrupt
         self.requested = True
         print(
@@ -41,6 +53,14 @@ class Interrupt:
             file=sys.stderr,
             flush=True,
         )
+
+    def _leave_closed_terminals(self) -> None:
+        """Every write to a terminal that is gone raises OSError (EIO), a progress bar's too: write nowhere instead."""
+        for output in self._terminals:
+            if not os.isatty(output):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, output)
+                os.close(nowhere)
 
 
 class RunStopper(Stopper):

@@ -1,0 +1,58 @@
+"""A terminal that closes ends a run as Ctrl-C does: with a checkpoint."""
+
+import os
+import pty
+import signal
+import subprocess
+
+import pytest
+
+from rllib_llm.cli.interrupt import Interrupt
+from rllib_llm.directories import checkpoints
+from rllib_llm.history import read_history
+from tests.cli.test_train import SMALL, command
+
+
+@pytest.fixture
+def hangups():
+    """Function that sends SIGHUP to this process; its handler is put back after the test."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda: os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_hangup_asks_for_a_checkpoint_however_often_it_comes(hangups, capfd):
+    """Shells repeat the kernel's SIGHUP, which is no second Ctrl-C; a SIGTERM after it is, and stops at once."""
+    with Interrupt() as interrupt:
+        hangups()
+        assert interrupt.requested
+        hangups()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err.count("then writing a checkpoint") == 1
+
+
+def test_an_ignored_hangup_stays_ignored(hangups):
+    """Under nohup a run goes on."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupt() as interrupt:
+        hangups()
+        assert not interrupt.requested
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):
+    """The run and Ray's processes get SIGHUP, and every write to the terminal fails: status and checkpoint as ever."""
+    ours, theirs = pty.openpty()
+    run = ["setsid", "--ctty", "--wait", *command("train", "quickstart", *SMALL, "run.iterations=1000")]
+    process = subprocess.Popen(run, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    while b"1/1000" not in seen:
+        seen += os.read(ours, 4096)
+    os.close(ours)  # the kernel tells the session's leader, and a shell tells all of its jobs' processes
+    os.killpg(process.pid, signal.SIGHUP)
+    assert process.wait(240) == 130
+    (directory,) = (tmp_path / "results").iterdir()
+    assert len(checkpoints(directory)) == 1
+    assert 1 <= len(read_history(directory)) < 1000
