@@ -1,7 +1,7 @@
 """precision_kernels: the numerical operators that learner and rollout engine share. It knows tensors only.
 
 * `reference/`  the definition of every operator, in plain torch, on any device; on CPU it is what runs.
-* `operators`   the differentiable operators that models call, dispatched on the device.
+* `operators`, `distributions`   the differentiable operators that models call, dispatched on the device.
 * `linear`      the linear layer with its three GEMMs in the formats of a precision policy.
 * `feed_forward`, `heads`, `coded`: what stands between linears, as one function with them or with its neighbours.
 * `dispatch`    what is bound where, by name, version and source hash; no silent fallback.
@@ -15,6 +15,7 @@ from precision_kernels.dispatch import (
     bind_reference,
     bound_implementations,
 )
+from precision_kernels.distributions import log_softmax, token_logprobs
 from precision_kernels.feed_forward import gated_feed_forward, gated_feed_forward_problems
 from precision_kernels.heads import rotary_of_projections
 from precision_kernels.linear import linear, linears, linears_of_codes
@@ -26,7 +27,6 @@ from precision_kernels.operators import (
     block_fp8_matmul,
     dgrad_fp8_matmul,
     invariant_matmul,
-    log_softmax,
     norm_rotary,
     quantise_activation,
     quantise_columns,
@@ -38,7 +38,6 @@ from precision_kernels.operators import (
     silu_mul,
     silu_mul_quantise,
     tensor_digest,
-    token_logprobs,
     wgrad_fp8_matmul,
 )
 from precision_kernels.prepared import (

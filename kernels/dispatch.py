@@ -245,10 +245,10 @@ def bound_implementations(device_type: str) -> dict[str, str]:
     """``{operator: "name@version#sourcehash"}`` for everything bound on a device: goes into the attestation.
 
     The entry "composition" names the code that puts operators together (`linear`, `feed_forward`, `heads`,
-    `coded`, `operators`).
+    `coded`, `operators`, `distributions`).
     """
     identities = {operator: chosen.identity for operator, chosen in _table(device_type).items()}
-    modules = ("linear", "feed_forward", "heads", "coded", "operators")
+    modules = ("linear", "feed_forward", "heads", "coded", "operators", "distributions")
     composition = _modules_hash(*(f"precision_kernels.{module}" for module in modules))
     identities["composition"] = f"precision_kernels@{version('rllib-llm')}#{composition}"
     return dict(sorted(identities.items()))

@@ -41,7 +41,14 @@ from precision_kernels.reference.formats import Quantised
 from precision_kernels.weight_gradient import Remake, kept, main_gradient, marked, weight_gradient
 
 
-def _outputs(operand, formats: LinearFormats, prepared, joint: JointWeight | None, biases, out_dtype):
+def _operand(x: torch.Tensor, formats: LinearFormats, quantised: Quantised | None, both: bool):
+    """(What the forward multiplies: x in its dtype or 1x128 codes, given or made; and the 128x1 codes if ``both``)."""
+    if formats.forward != "fp8":
+        return x.to(DTYPES[formats.forward]), None
+    return (quantised, None) if quantised is not None else _quantise(x, formats, both)
+
+
+def _outputs(operand, prepared, joint: JointWeight | None, biases, out_dtype):
     """Forward of all linears; ``operand``: `Quantised` x for an fp8 forward, else x [M, K] in the forward's dtype."""
     if isinstance(operand, Quantised):
         matmul = implementation("block_fp8_matmul", operand.codes.device.type)
@@ -63,15 +70,10 @@ class _Linears(torch.autograd.Function):
     def forward(ctx, x, formats, prepared, joint, quantised, out_dtype, remake, *parameters):
         weights, biases = parameters[: len(prepared)], parameters[len(prepared) :]
         trained = any(w is not None and w.requires_grad for w in weights)
-        columns = None
-        if formats.forward != "fp8":
-            operand = x.to(DTYPES[formats.forward])
-        else:
-            if quantised is None:
-                both = trained and remake is None and formats.saved == formats.wgrad == "fp8"
-                quantised, columns = _quantise(x, formats, both)
-            operand = quantised
-        outputs = _outputs(operand, formats, prepared, joint, biases, out_dtype)
+        both = trained and remake is None and formats.saved == formats.wgrad == "fp8"
+        operand, columns = _operand(x, formats, quantised, both)
+        quantised = operand if isinstance(operand, Quantised) else quantised
+        outputs = _outputs(operand, prepared, joint, biases, out_dtype)
         ctx.set_materialize_grads(False)
         ctx.formats, ctx.prepared, ctx.joint, ctx.dtype = formats, prepared, joint, x.dtype
         ctx.saved_kind, ctx.remake, ctx.weights = "", None, [marked(w) for w in weights]
@@ -225,19 +227,13 @@ def linears(
     ready = _ready(weights, prepared, formats, x.dtype)
     parameters = [weight if isinstance(weight, torch.Tensor) else None for weight in weights]
     _check(x.shape, ready, parameters, biases, formats, quantised)
-    if not torch.is_grad_enabled():  # nothing is to be kept for a weight gradient
-        parameters = [None] * len(ready)
-    outputs = _Linears.apply(
-        x.reshape(-1, x.shape[-1]),
-        formats,
-        ready,
-        joint,
-        quantised,
-        out_dtype or x.dtype,
-        remake,
-        *parameters,
-        *biases,
-    )
+    rows, out_dtype = x.reshape(-1, x.shape[-1]), out_dtype or x.dtype
+    if torch.is_grad_enabled():
+        outputs = _Linears.apply(
+            rows, formats, ready, joint, quantised, out_dtype, remake, *parameters, *biases
+        )
+    else:  # nothing is kept for a gradient
+        outputs = _outputs(_operand(rows, formats, quantised, False)[0], ready, joint, biases, out_dtype)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
 
@@ -256,7 +252,7 @@ def linears_of_codes(
         raise ValueError(
             f"linears_of_codes: codes need an fp8 forward, the weights are for {formats.forward!r}"
         )
-    return tuple(_outputs(x, formats, ready, joint, biases, out_dtype))
+    return tuple(_outputs(x, ready, joint, biases, out_dtype))
 
 
 def linear(

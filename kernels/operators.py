@@ -25,6 +25,11 @@ def _inference_only(name: str, *tensors: torch.Tensor) -> None:
         )
 
 
+def no_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether autograd has nothing to record; its functions would take more host time than a launch."""
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
 def quantise_activation(
     x: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> Quantised:
@@ -111,7 +116,10 @@ def rms_norm(
     ``operand``: what is multiplied by, if that is not ``weight`` itself but its rounding, [D] in any float dtype; the
     gradient, unrounded, is the weight's all the same.
     """
-    return _RMSNorm.apply(x, weight, eps, weight if operand is None else operand)
+    operand = weight if operand is None else operand
+    if no_gradient(x, weight):
+        return implementation("rms_norm", x.device.type)(x, operand, eps)[0]
+    return _RMSNorm.apply(x, weight, eps, operand)
 
 
 def add_rms_norm(
@@ -124,7 +132,10 @@ def add_rms_norm(
     """(rms_norm(s), s) with s = x + residual rounded to their dtype; ``operand`` as in `rms_norm`. Definition in
     `reference.norm`.
     """
-    return _AddRMSNorm.apply(x, residual, weight, eps, weight if operand is None else operand)
+    operand = weight if operand is None else operand
+    if no_gradient(x, residual, weight):
+        return implementation("add_rms_norm", x.device.type)(x, residual, operand, eps)[:2]
+    return _AddRMSNorm.apply(x, residual, weight, eps, operand)
 
 
 def rms_norm_quantise(
@@ -188,7 +199,7 @@ def silu_mul(
     The product is recomputed in the backward from gate and up; ``saved="fp8"`` keeps only their 1x128 codes
     and scales (the gradient is then that of the dequantised values), anything else the tensors themselves.
     """
-    if not (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
+    if no_gradient(gate, up):
         return implementation("silu_mul", gate.device.type)(gate, up)
     return _SiluMul.apply(gate, up, saved, scale_format, scale_floor)
 
@@ -226,6 +237,8 @@ def rotary(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary embedding of q [T, H, D] and k [T, Hkv, D] at positions [T]; definition in `reference.rotary`."""
+    if no_gradient(q, k):
+        return implementation("rotary", q.device.type)(q, k, positions, cos_sin)
     return _Rotary.apply(q, k, positions, cos_sin)
 
 
@@ -287,58 +300,10 @@ def attention(
     appends k and v to; the caller advances ``cached`` in its next layout). The bits of a row are the same
     in all of them.
     """
-    if cache is None:
+    if cache is None and not no_gradient(q, k, v):
         return _Attention.apply(q, k, v, layout, scale)
     _inference_only("attention with a cache", q, k, v)
     return implementation("attention", q.device.type)(q, k, v, layout, cache, scale)[0]
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, ids, temperature, want_entropy):
-        forward = implementation("token_logprobs", logits.device.type)
-        logp, entropy, lse = forward(logits, ids, temperature, want_entropy)
-        ctx.set_materialize_grads(False)
-        ctx.temperature = temperature
-        ctx.save_for_backward(logits, ids, lse, entropy)
-        return logp, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dlogp, dentropy):
-        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint recomputes on the first access only
-        backward = implementation("token_logprobs_backward", saved[0].device.type)
-        return backward(dlogp, dentropy, *saved, ctx.temperature), None, None, None
-
-
-def token_logprobs(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, want_entropy: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """logits fp32 [T, V], ids int64 [T] -> (log p(ids) fp32 [T], entropy fp32 [T] or None); see
-    `reference.logprobs`.
-    """
-    return _TokenLogprobs.apply(logits, ids, temperature, want_entropy)
-
-
-class _LogSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, temperature):
-        y = implementation("log_softmax", logits.device.type)(logits, temperature)
-        ctx.temperature = temperature
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return implementation("log_softmax_backward", dy.device.type)(
-            dy, *ctx.saved_tensors, ctx.temperature
-        ), None
-
-
-def log_softmax(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Row-invariant log-softmax of logits / temperature, fp32 [T, V]; definition in `reference.logprobs`."""
-    return _LogSoftmax.apply(logits, temperature)
 
 
 def tensor_digest(tensors: Sequence[torch.Tensor], starts: Sequence[int] | None = None) -> torch.Tensor:

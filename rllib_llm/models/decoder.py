@@ -105,6 +105,7 @@ class FeedForward(nn.Module):
         self.gate_up = JointProjections((self.gate_proj, self.up_proj))
         self.quantise_product = False
         self.saved: tuple[str, ScaleFormat, float] = (policy.activation.saved, *scale_rule(policy))
+        self._fits: bool | None = None
 
     def forward(self, x: torch.Tensor | Quantised | Coded, remake: Remake | None = None) -> torch.Tensor:
         """[T, H], or its codes -> [T, H]; ``remake``: how x can be made again."""
@@ -121,8 +122,13 @@ class FeedForward(nn.Module):
         modules = (self.gate_proj, self.up_proj, self.down_proj)
         if not self.gate_up.joined or any(m.side != "train" or m.bias is not None for m in modules):
             return False
-        prepared = self.gate_up.prepared(), self.down_proj.prepared()
-        return not gated_feed_forward_problems(*prepared, [m.weight for m in modules], self.saved[0])
+        weights = [m.weight for m in modules]
+        if not all(w.requires_grad for w in weights):
+            return False
+        if self._fits is None:  # formats and shapes stay
+            prepared = self.gate_up.prepared(), self.down_proj.prepared()
+            self._fits = not gated_feed_forward_problems(*prepared, weights, self.saved[0])
+        return self._fits
 
 
 class DecoderLayer(nn.Module):

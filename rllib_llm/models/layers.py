@@ -148,6 +148,12 @@ class PlannedModule(nn.Module):
             tensors |= rollout_tensors(self.plan, self.policy, suffix, parameter.detach())
         return tensors
 
+    def weight_key(self, weight: torch.Tensor) -> tuple[int, ...]:
+        """Changes when the weight does: its identity, address, version, and the optimiser steps taken."""
+        return (
+            id(weight), weight.data_ptr(), weight._version, _STEPS.count if self.side == "train" else 0,
+        )  # fmt: skip
+
     def forget_operands(self) -> None:
         """Drop what was derived from the weights; to be called when they changed in a way autograd does not see."""
 
@@ -167,10 +173,28 @@ class PlannedNorm(PlannedModule):
     def __init__(self, plan: ModulePlan, policy: PrecisionPolicy, side: Side, eps: float) -> None:
         super().__init__(plan, policy, side)
         self.eps = eps
+        self._rounding: tuple[tuple[Any, ...], torch.Tensor, torch.Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As `PlannedLinear.__getstate__`."""
+        return self.__dict__ | {"_rounding": None}
 
     def _rounded(self) -> torch.Tensor:
-        """The weight as it is multiplied by, in the compute dtype."""
-        return self.weight.detach().to(self.compute_dtype)
+        """The weight as it is multiplied by, in the compute dtype; rounded once per change."""
+        weight = self.weight
+        if weight.dtype == self.compute_dtype:
+            return weight.detach()
+        key = (
+            *self.weight_key(weight),
+            torch.is_inference_mode_enabled(),
+        )  # autograd saves no tensor of that mode
+        if self._rounding is None or self._rounding[0] != key:
+            # The tensor itself is kept too, so that neither its id nor its address can be given to another one.
+            self._rounding = (key, weight.detach().to(self.compute_dtype), weight)
+        return self._rounding[1]
+
+    def forget_operands(self) -> None:
+        self._rounding = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D]. The gradient of the master is not rounded."""
@@ -219,12 +243,6 @@ class PlannedLinear(PlannedModule):
         """For pickle and deepcopy, without what `prepared` makes again: it is known by addresses of this process, and
         torch 2.13 cannot load a plain pickle of e4m3 tensors."""
         return self.__dict__ | {"_prepared": None}
-
-    def weight_key(self, weight: torch.Tensor) -> tuple[int, ...]:
-        """Changes when the weight does: its identity, address, version, and the optimiser steps taken."""
-        return (
-            id(weight), weight.data_ptr(), weight._version, _STEPS.count if self.side == "train" else 0,
-        )  # fmt: skip
 
     def source(self, weight: torch.Tensor) -> torch.Tensor | Quantised:
         """The weight as it is prepared from: a received fp8 weight with its scales, else the tensor."""

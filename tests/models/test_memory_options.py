@@ -159,3 +159,22 @@ def test_a_push_reads_the_weights_three_times_and_quantises_them_once(quantised_
     after = engine.update_weights(learner.in_process_update(learner.weights_manifest()))
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
     assert after.hashes[name] != receipt.hashes[name]
+
+
+def test_norms_are_rounded_once_per_change():
+    """The weight in the compute dtype is made once and follows changes; one that was made in inference mode, which
+    autograd cannot save, is not used in training."""
+    model = make_model("qwen3", "unified-fp8")
+    norm = model.get_submodule("model.layers.0.self_attn.q_norm")
+    with torch.inference_mode():
+        norm._rounded()
+    batch = PackedBatch.from_sequences([[5, 6, 7]])
+    model(batch).float().sum().backward()
+    first = norm._rounded()
+    assert norm._rounded() is first
+    with torch.no_grad():
+        norm.weight.mul_(1.5)
+    assert torch.equal(norm._rounded(), norm.weight.to(torch.bfloat16))
+    norm.weight.data.mul_(2.0)
+    model.forget_operands()
+    assert torch.equal(norm._rounded(), norm.weight.to(torch.bfloat16))
