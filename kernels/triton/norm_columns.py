@@ -12,9 +12,10 @@ from precision_kernels.reference.quantise import _check as _quantise_check
 from precision_kernels.registration import fake, operator
 from precision_kernels.triton.launch import cdiv
 from precision_kernels.triton.norm import _matrix, rms_norm_op
-from precision_kernels.triton.numerics import amax_of, block_scale, divide_by_scale, encode_rows, fast
-from precision_kernels.triton.packed import is_packable, lane, larger, lifted, normalise, quads, unpack
+from precision_kernels.triton.numerics import fast
+from precision_kernels.triton.packed import is_packable, normalise, quads
 from precision_kernels.triton.quantise import _words, quantise_columns_op, transposed_codes
+from precision_kernels.triton.tile_codes import put_columns
 
 _WIDTH = tl.constexpr(16)
 """Quads of a tile's row."""
@@ -30,46 +31,6 @@ def _load(x, rstd, weight, row, columns, M, QUADS, x_m):
 
 
 @triton.jit
-def _word(a, b, c, d, scale):
-    """Codes of four numbers in one int32."""
-    return encode_rows(
-        divide_by_scale(a, scale, True),
-        divide_by_scale(b, scale, True),
-        divide_by_scale(c, scale, True),
-        divide_by_scale(d, scale, True),
-    )
-
-
-@triton.jit
-def _scale(lanes, LANE: tl.constexpr, floor, UE8M0: tl.constexpr):
-    """Scales of every fourth column from the `lifted` maxima of four rows each."""
-    return block_scale(amax_of(tl.max(lane(lanes, LANE), 0) << 16), floor, UE8M0)
-
-
-@triton.jit
-def _put(a, b, c, d, first, words, scales_t, K, word_k, floor, UE8M0: tl.constexpr):
-    """128x1 codes and scales of a tile: a, b, c, d are its rows 0, 1, 2, 3 modulo 4 as quads [32, WIDTH], its first
-    column is ``first``, its rows are the 128 of program_id(1).
-    """
-    lanes = larger(larger(lifted(a), lifted(b)), larger(lifted(c), lifted(d)))
-    s0, s1 = _scale(lanes, 0, floor, UE8M0), _scale(lanes, 1, floor, UE8M0)
-    s2, s3 = _scale(lanes, 2, floor, UE8M0), _scale(lanes, 3, floor, UE8M0)
-    a0, a1, a2, a3 = unpack(a)
-    b0, b1, b2, b3 = unpack(b)
-    c0, c1, c2, c3 = unpack(c)
-    d0, d1, d2, d3 = unpack(d)
-    even = tl.join(_word(a0, b0, c0, d0, s0[None, :]), _word(a2, b2, c2, d2, s2[None, :]))
-    odd = tl.join(_word(a1, b1, c1, d1, s1[None, :]), _word(a3, b3, c3, d3, s3[None, :]))
-    word = tl.reshape(tl.join(even, odd), (32, 4 * _WIDTH))
-    scale = tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (4 * _WIDTH,))
-    group = tl.program_id(1) * 32 + tl.arange(0, 32)
-    column = first + tl.arange(0, 4 * _WIDTH).to(tl.int64)
-    # Rows beyond M are zero codes: the storage is whole blocks of 128.
-    tl.store(words + group[:, None] + column[None, :] * word_k, word, (column < K)[None, :])
-    tl.store(scales_t + tl.program_id(1).to(tl.int64) * K + column, scale, column < K)
-
-
-@triton.jit
 def _kernel(x, rstd, weight, words, scales_t, M, QUADS, x_m, word_k, floor, UE8M0: tl.constexpr):
     row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 32) * 4
     columns = (tl.program_id(0) * _WIDTH + tl.arange(0, _WIDTH)).to(tl.int64)
@@ -78,7 +39,7 @@ def _kernel(x, rstd, weight, words, scales_t, M, QUADS, x_m, word_k, floor, UE8M
     c = _load(x, rstd, weight, row + 2, columns, M, QUADS, x_m)
     d = _load(x, rstd, weight, row + 3, columns, M, QUADS, x_m)
     first = tl.program_id(0) * (4 * _WIDTH)
-    _put(a, b, c, d, first, words, scales_t, 4 * QUADS, word_k, floor, UE8M0)
+    put_columns(a, b, c, d, first, words, scales_t, 4 * QUADS, word_k, floor, UE8M0)
 
 
 @operator("rms_norm_quantise_columns")

@@ -1,4 +1,4 @@
-"""Codes of a tile of bf16 that a kernel holds in registers, packed by fours, in both directions.
+"""Codes of a tile of bf16 that a kernel holds in registers, packed by fours, in one direction or both.
 
 a, b, c, d are a tile's rows 0, 1, 2, 3 modulo 4 as quads [32, WIDTH], so that a thread has the four rows whose
 transposed codes make an int32.
@@ -120,6 +120,13 @@ def _put_column_codes(a, b, c, d, terms, first, words, K, word_k):
 
 
 @triton.jit
+def put_columns(a, b, c, d, first, words, scales_t, K, word_k, floor, UE8M0: tl.constexpr):
+    """128x1 codes and scales of a tile: the 128 rows of program_id(1), the first of its columns is ``first``."""
+    terms = _put_column_scales(a, b, c, d, first, scales_t, K, floor, UE8M0)
+    _put_column_codes(a, b, c, d, terms, first, words, K, word_k)
+
+
+@triton.jit
 def put_both(
     a, b, c, d, row, first, codes, scales, words, scales_t, M, K, scale_b, word_k, floor, UE8M0: tl.constexpr
 ):
@@ -131,4 +138,4 @@ def put_both(
     _put_column_codes(a, b, c, d, terms, first, words, K, word_k)
 
 
-__all__ = ["put_both"]
+__all__ = ["put_both", "put_columns"]
