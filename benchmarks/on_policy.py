@@ -12,6 +12,7 @@ machine without Ray can run it. Rounds are defined in benchmarks/flow/workload.p
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -115,6 +116,22 @@ class Pair:
         for count in (max(1, self.args.packed_tokens // len(prompt)), 1):
             warm_up(self.model, self.args, [prompt] * count, backward=bool(self.args.train_steps))
 
+    def _answers(self, prompts: list[list[int]], params: Any, seeds: list[list[int]], r: Round) -> Any:
+        """What `VLLMWorker.generate` returns, of answers that need not be equally long."""
+        if not r.spread:
+            return self.worker.generate(prompts, params, seeds)
+        from rllib_llm.engines.vllm.worker import _sampled
+
+        self.worker._use_law(params)
+        asked = [(p, seed) for p, row in zip(prompts, seeds, strict=True) for seed in row]
+        limits = [dataclasses.replace(params, max_tokens=length) for length in r.answer_lengths()]
+        outputs = self.worker.llm.generate(
+            [{"prompt_token_ids": p} for p, _ in asked],
+            [self.worker._vllm_params(x, seed, len(p)) for x, (p, seed) in zip(limits, asked, strict=True)],
+            use_tqdm=False,
+        )
+        return [[_sampled(output.outputs[0])] for output in outputs]
+
     def round(self, r: Round, after: int = 0) -> dict[str, Any]:
         """Sample, score, compare: one row of the table."""
         from rllib_llm.engines.base import SamplingParams
@@ -128,7 +145,7 @@ class Pair:
         for repeat in range(r.repeats):
             seeds = [[1000 * p + i + repeat for i in range(r.n)] for p in range(len(prompts))]
             begin = time.time()
-            answers = self.worker.generate(prompts, params, seeds)
+            answers = self._answers(prompts, params, seeds, r)
             taken.append(time.time() - begin)
         seconds = typical(taken)
         samples = [(p, ids, lp) for p, row in zip(prompts, answers, strict=True) for ids, lp, _ in row]

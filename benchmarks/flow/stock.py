@@ -68,10 +68,13 @@ class Stock:
         from vllm import SamplingParams
 
         prompts = [p for p in r.prompt_ids(self.config.vocab_size) for _ in range(r.n)]
-        sampling = SamplingParams(
-            max_tokens=r.new_tokens, logprobs=0, ignore_eos=r.ignore_eos, detokenize=False, temperature=r.temperature,
-            top_k=r.top_k or -1, top_p=r.top_p,
-        )  # fmt: skip
+        sampling = [
+            SamplingParams(
+                max_tokens=length, logprobs=0, ignore_eos=r.ignore_eos, detokenize=False, temperature=r.temperature,
+                top_k=r.top_k or -1, top_p=r.top_p,
+            )
+            for length in r.answer_lengths()
+        ]  # fmt: skip
         taken = []
         for _ in range(r.repeats):
             begin = time.time()

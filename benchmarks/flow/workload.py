@@ -65,6 +65,18 @@ class Round:
     even: bool = False
     repeats: int = 1
     """Times the round is run. If several, the first one warms up; the rate is of the others' median."""
+    spread: bool = False
+    """Answers of a sixteenth of new_tokens to all of them: others begin as they end, so that steps have both."""
+
+    def answer_lengths(self) -> list[int]:
+        """Most tokens of each of the prompts x n answers."""
+        count = self.prompts * self.n
+        if not self.spread:
+            return [self.new_tokens] * count
+        generator = torch.Generator().manual_seed(9)
+        return torch.randint(
+            max(1, self.new_tokens // 16), self.new_tokens + 1, (count,), generator=generator
+        ).tolist()
 
     def prompt_ids(self, vocab: int) -> list[list[int]]:
         """Token ids; lengths have quadratic spacing in shuffled order."""
@@ -90,6 +102,7 @@ ROUNDS = {
         Round("rate-1", 1, 64, new_tokens=192, even=True, repeats=5),
         Round("rate-64", 64, 64, new_tokens=192, even=True, repeats=5),
         Round("rate-256", 256, 64, new_tokens=192, even=True, repeats=5),
+        Round("joining", 600, 64, new_tokens=240, even=True, repeats=3, spread=True),
     )
 }
 

@@ -17,29 +17,34 @@ from precision_kernels.reference.formats import FP8
 from precision_kernels.registration import fake, operator
 
 M, K, H, D = 5, 256, 3, 32
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _bf16(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).to(torch.bfloat16)
+    return torch.randn(shape, device=DEVICE).to(torch.bfloat16)
 
 
 def _codes(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns).to(FP8)
+    return torch.randn(rows, columns, device=DEVICE).to(FP8)
+
+
+def _ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, device=DEVICE)
 
 
 def _arguments() -> dict[str, tuple[Any, ...]]:
     """Of every operator, something that it takes."""
-    rows, logits, ids = (False, 1e-10), torch.randn(M, 40), torch.arange(M)
-    heads, cos_sin = (_bf16(M, H, D), _bf16(M, 1, D)), torch.randn(M, D).to(torch.bfloat16)
+    rows, logits, ids = (False, 1e-10), torch.randn(M, 40, device=DEVICE), torch.arange(M, device=DEVICE)
+    heads, cos_sin = (_bf16(M, H, D), _bf16(M, 1, D)), _bf16(M, D)
     return {
         "quantise_rows": (_bf16(M, K), *rows),
         "quantise_columns": (_bf16(M, K), *rows),
         "quantise_both": (_bf16(M, K), *rows),
         "quantise_weight": (_bf16(M, K), *rows, True),
-        "dequantise": (_codes(M, K), torch.ones(M, K // 128), 1, 128, torch.bfloat16),
+        "dequantise": (_codes(M, K), _ones(M, K // 128), 1, 128, torch.bfloat16),
         "rms_norm": (_bf16(M, K), _bf16(M, K), _bf16(K), 1e-6, True, True, *rows),
-        "rms_norm_backward": (_bf16(M, K), _bf16(M, K), _bf16(K), torch.ones(M, 1), None),
-        "rms_norm_quantise_columns": (_bf16(M, K), _bf16(K), torch.ones(M, 1), 1e-6, *rows),
+        "rms_norm_backward": (_bf16(M, K), _bf16(M, K), _bf16(K), _ones(M, 1), None),
+        "rms_norm_quantise_columns": (_bf16(M, K), _bf16(K), _ones(M, 1), 1e-6, *rows),
         "norm_rotary": (*heads, _bf16(D), _bf16(D), 1e-6, ids, cos_sin),
         "rotary": (*heads, ids, cos_sin, 1.0),
         "rotary_joint": (*heads, _bf16(M, 1, D), ids, cos_sin, -1.0),
@@ -48,11 +53,11 @@ def _arguments() -> dict[str, tuple[Any, ...]]:
         "silu_mul_backward": (_bf16(M, K), _bf16(M, K), None, _bf16(M, K), None),
         "silu_mul_quantise_both": (_bf16(M, K), _bf16(M, K), *rows),
         "token_logprobs": (logits, ids, 1.0, True),
-        "token_logprobs_backward": (torch.ones(M), None, logits, ids, torch.ones(M), None, 1.0),
+        "token_logprobs_backward": (_ones(M), None, logits, ids, _ones(M), None, 1.0),
         "log_softmax": (logits, 0.7),
-        "log_softmax_backward": (torch.ones(M, 40), logits, 0.7),
+        "log_softmax_backward": (_ones(M, 40), logits, 0.7),
         "block_fp8_gemm": (
-            _codes(M, K), torch.ones(M, 2), _codes(128, K), torch.ones(1, 2), torch.zeros(M, 128), 128, True,
+            _codes(M, K), _ones(M, 2), _codes(128, K), _ones(1, 2), _ones(M, 128), 128, True,
         ),
         "invariant_gemm": (_bf16(M, K), _bf16(64, K), torch.float32),
     }  # fmt: skip
@@ -106,7 +111,7 @@ def test_operators_compile_without_breaks_and_keep_their_bits() -> None:
         ops["block_fp8_gemm"](codes, scales, b, b_scales, out, 128, True)
         return summed
 
-    eager, compiled = torch.ones(M, 128), torch.ones(M, 128)
+    eager, compiled = _ones(M, 128), _ones(M, 128)
     summed = torch.compile(chain, fullgraph=True, backend="aot_eager")(compiled)
     assert torch.equal(chain(eager), summed)
     assert torch.equal(eager, compiled)
@@ -115,13 +120,13 @@ def test_operators_compile_without_breaks_and_keep_their_bits() -> None:
 def test_autograd_sees_what_an_operator_writes_to() -> None:
     """A tensor saved for a backward and written to afterwards is an error, not a wrong gradient."""
     arguments = _arguments()["block_fp8_gemm"]
-    out, p = arguments[4], torch.ones(M, 128, requires_grad=True)
+    out, p = arguments[4], _ones(M, 128).requires_grad_()
     product = (p * out).sum()
     _registered()["block_fp8_gemm"](*arguments)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
     with torch.inference_mode():  # tensors without a counter
-        _registered()["block_fp8_gemm"](*arguments[:4], torch.zeros(M, 128), *arguments[5:])
+        _registered()["block_fp8_gemm"](*arguments[:4], _ones(M, 128), *arguments[5:])
 
 
 def test_a_gradient_that_reaches_an_operator_is_not_lost_silently() -> None:
