@@ -30,6 +30,13 @@ def test_only_decoding_is_captured_where_a_graph_of_prompts_would_be_wrong(token
     assert compat.graph_options(64, tokens, width) == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
+@pytest.mark.parametrize("tokens", [-1, 2049])
+def test_sizes_that_are_not_captured_are_refused(tokens: int) -> None:
+    """With the key, the value and what it may be."""
+    with pytest.raises(ValueError, match=rf"graph_tokens={tokens}: .* up to 2048 tokens"):
+        compat.graph_options(64, tokens, 128)
+
+
 def engine(mode: str, **of_builder: Any) -> Any:
     """What compat reads of a `vllm.LLM`, with one group of attention layers."""
     builder = SimpleNamespace(device="cpu", **of_builder)

@@ -110,7 +110,15 @@ def graph_options(max_num_seqs: int, graph_tokens: int, head_width: int) -> dict
     their operators take the host longer than the GPU. A graph is captured with one query per sequence and replayed with
     any number; FlashAttention-3 treats the two alike for the pages of 16 tokens that vLLM has here and heads of up to
     128 (hopper/flash_api.cpp: `get_pack_gqa`, `get_pagedkv_tma`, "special case of hdim 128"), not for wider ones.
+
+    Raises:
+        ValueError: graph_tokens is not between 0 and the largest size.
     """
+    if not 0 <= graph_tokens <= _CAPTURED[-1]:
+        raise ValueError(
+            f"graph_tokens={graph_tokens}: CUDA graphs are captured of steps of up to {_CAPTURED[-1]} tokens, larger "
+            "ones keep the GPU busy without; 0 captures only steps that decode"
+        )
     if not graph_tokens or head_width > 128:
         return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     largest = max(max_num_seqs, graph_tokens)
