@@ -1,10 +1,18 @@
-"""Sizes of grids and tiles, on the host.
+"""How kernels are made and launched, on the host.
 
 `triton.cdiv` and `triton.next_power_of_2` serve kernels too, and find out at each call who is calling: that takes 3 us,
 as long as an operator's whole dispatch.
 """
 
 from __future__ import annotations
+
+import triton
+
+jit_any_rows = triton.jit(do_not_specialize=("M", "N"))
+"""`triton.jit` for kernels whose results mix rows of a matrix of M (a weight: N) rows. For M = 1 Triton would compile M
+in, and ptxas leaves registers of a load undefined whose mask then is false at compile time: instead of zeros beyond
+the row, 128x1 codes had whatever was there, NaN among it (2026-11-30, one H200, CUDA 13.0, triton 3.6, torch 2.11).
+"""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -17,4 +25,4 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["cdiv", "next_power_of_2"]
+__all__ = ["cdiv", "jit_any_rows", "next_power_of_2"]

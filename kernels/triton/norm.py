@@ -17,7 +17,7 @@ from precision_kernels.reference.formats import FP8, SCALE_FLOOR, Quantised, Sca
 from precision_kernels.reference.norm import _check
 from precision_kernels.registration import fake, operator
 from precision_kernels.triton import wide_norm
-from precision_kernels.triton.launch import cdiv, next_power_of_2
+from precision_kernels.triton.launch import cdiv, jit_any_rows, next_power_of_2
 from precision_kernels.triton.numerics import (
     INTERPRETED,
     block_amax,
@@ -109,7 +109,7 @@ def _forward_kernel(
             tl.store(pointer, scale, inside & (block * 128 < D))
 
 
-@triton.jit
+@jit_any_rows
 def _backward_kernel(
     dy, x, weight, rstd, dresidual, dx, partial, M, H, D, x_m, x_h, dy_m, dy_h,
     ADD: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr,

@@ -10,7 +10,7 @@ from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantis
 from precision_kernels.reference.norm import _check
 from precision_kernels.reference.quantise import _check as _quantise_check
 from precision_kernels.registration import fake, operator
-from precision_kernels.triton.launch import cdiv
+from precision_kernels.triton.launch import cdiv, jit_any_rows
 from precision_kernels.triton.norm import _matrix, rms_norm_op
 from precision_kernels.triton.numerics import fast
 from precision_kernels.triton.packed import is_packable, normalise, quads
@@ -30,7 +30,7 @@ def _load(x, rstd, weight, row, columns, M, QUADS, x_m):
     return normalise(v, tl.load(rstd + row, row < M, 0.0)[:, None], w[None, :])
 
 
-@triton.jit
+@jit_any_rows
 def _kernel(x, rstd, weight, words, scales_t, M, QUADS, x_m, word_k, floor, UE8M0: tl.constexpr):
     row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 32) * 4
     columns = (tl.program_id(0) * _WIDTH + tl.arange(0, _WIDTH)).to(tl.int64)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from precision_kernels.triton.launch import cdiv
+from precision_kernels.triton.launch import cdiv, jit_any_rows
 from precision_kernels.triton.numerics import fast
 from precision_kernels.triton.packed import is_packable, quads
 from precision_kernels.triton.tile_codes import put_both
@@ -17,7 +16,7 @@ _REGISTERS = 168
 """Three programs of 4 warps fit a multiprocessor: 0.039 ms for 8192 x 4096, with 8 warps 0.047 (one H200)."""
 
 
-@triton.jit
+@jit_any_rows
 def _both_kernel(
     x, codes, scales, words, scales_t, M, QUADS, x_m, scale_b, word_k, floor, UE8M0: tl.constexpr
 ):

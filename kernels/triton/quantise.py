@@ -20,7 +20,7 @@ from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantis
 from precision_kernels.reference.quantise import INPUT_DTYPES, _check
 from precision_kernels.registration import fake, operator
 from precision_kernels.triton import packed_quantise
-from precision_kernels.triton.launch import cdiv
+from precision_kernels.triton.launch import cdiv, jit_any_rows
 from precision_kernels.triton.numerics import (
     amax_of,
     block_amax,
@@ -107,7 +107,7 @@ def _store_words(words, a, b, c, d, scale, word_k, columns, K, FAST: tl.constexp
     tl.store(words + at[:, None] + columns[None, :] * word_k, packed, (columns < K)[None, :])
 
 
-@triton.jit
+@jit_any_rows
 def _columns_kernel(
     x, codes, scales, words, scales_t, M, K, x_m, x_k, scale_m, scale_b, word_k, floor,
     UE8M0: tl.constexpr, FAST: tl.constexpr, ROWS_TOO: tl.constexpr, WIDTH: tl.constexpr,
@@ -129,7 +129,7 @@ def _columns_kernel(
     tl.store(scales_t + tl.program_id(1).to(tl.int64) * K + columns, scale, columns < K)
 
 
-@triton.jit
+@jit_any_rows
 def _weight_kernel(
     w, codes, words, scales, N, K, w_n, w_k, word_k, floor,
     UE8M0: tl.constexpr, FAST: tl.constexpr, TRANSPOSE: tl.constexpr,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from precision_kernels.triton import norm_columns
 from tests.edge_cases import VALUE_CASES, layouts, normal, shapes, value_case
 from tests.kernels.triton_cases import DEVICE, DTYPES, GPU, REFERENCE, TRITON, check, same
 
@@ -45,9 +46,37 @@ def test_both_directions(shape):
     rows, columns = TRITON["quantise"].quantise_both(x.to(DEVICE))
     same(rows, REFERENCE["quantise"].quantise_activation(x), "rows")
     same(columns, REFERENCE["quantise"].quantise_columns(x), "columns")
-    padded = -(-shape[0] // 128) * 128
-    whole = torch.as_strided(columns.codes, (shape[1], padded), (padded, 1)).float()
-    assert not whole[:, shape[0] :].any()
+    assert not beyond(columns).any()
+
+
+def beyond(columns) -> torch.Tensor:
+    """What the storage of 128x1 codes holds behind the last row, [columns, rows up to the next multiple of 128]."""
+    rows, width = columns.shape
+    padded = -(-rows // 128) * 128
+    return torch.as_strided(columns.codes, (width, padded), (padded, 1)).view(torch.uint8)[:, rows:]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 127, 129])
+@pytest.mark.parametrize("name", ["quantise_columns", "quantise_both", "rms_norm_quantise_columns"])
+def test_rows_beyond_the_matrix_are_zero_codes(name, rows):
+    """A weight gradient reads whole blocks of 128 tokens: behind the last are zeros, not another kernel's NaN."""
+    for seed in range(6 if GPU else 1):
+        torch.manual_seed(seed)
+        for width in (64, 576):
+            x = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
+            x = x * torch.rand(
+                rows, 1, device=DEVICE, dtype=torch.bfloat16
+            )  # leaves other numbers in registers
+            torch.full(
+                (1 << 20,), 255, dtype=torch.uint8, device=DEVICE
+            )  # and NaN in memory that is used next
+            if name == "rms_norm_quantise_columns":
+                weight, rstd = torch.ones_like(x[0]), torch.ones(rows, device=DEVICE)
+                columns = norm_columns.rms_norm_quantise_columns(x, weight, rstd, 1e-6)
+            else:
+                columns = getattr(TRITON["quantise"], name)(x)
+            columns = columns[1] if name == "quantise_both" else columns
+            assert not beyond(columns).any(), (seed, width)
 
 
 @pytest.mark.parametrize("case", VALUE_CASES)
