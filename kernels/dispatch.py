@@ -60,6 +60,7 @@ OPERATORS: tuple[str, ...] = (
     "silu_mul_quantise_both",
     "silu_mul_saving",
     "silu_mul_backward_saved",
+    "silu_mul_backward_quantise_both",
     "rotary_cos_sin",
     "rotary",
     "rotary_backward",

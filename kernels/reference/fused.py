@@ -101,3 +101,16 @@ def silu_mul_quantise_both(
 ) -> tuple[Quantised, Quantised]:
     """`silu_mul` then `quantise_both`: gate, up [M, F] -> (1x128 codes, 128x1 codes) of their product."""
     return quantise_both(_rows(silu_mul(gate, up)), scale_format, scale_floor)
+
+
+def silu_mul_backward_quantise_both(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    scale_floor: float = SCALE_FLOOR,
+) -> tuple[Quantised, Quantised]:
+    """`silu_mul_backward` then `quantise_both` of (dgate | dup): dy, gate, up [M, F] -> (1x128 codes, 128x1 codes) of a
+    matrix [M, 2F].
+    """
+    return quantise_both(_rows(torch.cat(silu_mul_backward(dy, gate, up), -1)), scale_format, scale_floor)

@@ -41,6 +41,7 @@ _FUNCTIONS = (
     activation.silu_mul_saving,
     activation.silu_mul_backward_saved,
     activation_codes.silu_mul_quantise_both,
+    activation_codes.silu_mul_backward_quantise_both,
     rotary.rotary,
     rotary.rotary_backward,
     rotary.rotary_backward_joint,

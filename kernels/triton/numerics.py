@@ -278,6 +278,29 @@ def silu_bf16(g):
 
 
 @triton.jit
+def sigmoid_bf16(g):
+    """1 / (1 + e^-g) with the definition's fp32 bits, for g a widened bf16; on a GPU only.
+
+    `exp` with multiply-adds where they change nothing, and one Newton step on an approximate reciprocal: all 65 536
+    inputs are compared (tests/kernels/test_gpu_arithmetic.py). The sum is halved, so that its reciprocal is normal up
+    to g = -88; for g below, e^-g is infinite by definition, and here the reciprocal is flushed to the same zero.
+    """
+    x = tl.minimum(tl.maximum(-g, -80.0), 89.0)
+    shifted = tl.fma(x, 1.4426950408889634, 12582912.0)
+    k = shifted - 12582912.0
+    r = tl.fma(k, -0.693359375, x) - k * -2.1219444005469057e-4
+    p = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
+    p = tl.fma(p, r, 8.3334519073e-3)
+    p = tl.fma(p, r, 4.1665795894e-2)
+    p = tl.fma(p, r, 1.6666665459e-1)
+    p = (p * r + 5.0000001201e-1) * r * r + r + 1.0
+    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F000000).to(tl.float32, bitcast=True)
+    half = tl.fma(p, power, 0.5)
+    twice = reciprocal(half)
+    return tl.fma(twice, tl.fma(-half, twice, 1.0), twice) * 0.5
+
+
+@triton.jit
 def log(x):
     """Natural logarithm of positive normal fp32 numbers: ``reference.exact.log``, in fp64, rounded once."""
     bits = x.to(tl.int32, bitcast=True)

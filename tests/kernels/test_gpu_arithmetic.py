@@ -115,6 +115,20 @@ def test_silu_of_every_bf16():
 
 
 @triton.jit
+def _sigmoid_kernel(g, out, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, numerics.sigmoid_bf16(tl.load(g + at).to(tl.float32)))
+
+
+def test_sigmoid_of_every_bf16():
+    """`sigmoid_bf16` is the fp32 of the definition for all 65 536 inputs."""
+    g = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    actual = torch.empty(2**16, device=CUDA)
+    _sigmoid_kernel[(64,)](g.to(CUDA), actual, BLOCK=1024, enable_fp_fusion=False)
+    assert_same_bits(actual, exact.exp(-g.float()).add_(1.0).reciprocal_())
+
+
+@triton.jit
 def _pair_kernel(x, y, mismatches, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     a, b = tl.load(x + at), tl.load(y + at)

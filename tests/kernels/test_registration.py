@@ -52,6 +52,7 @@ def _arguments() -> dict[str, tuple[Any, ...]]:
         "silu_mul_saving": (_bf16(M, K), _bf16(M, K), *rows),
         "silu_mul_backward": (_bf16(M, K), _bf16(M, K), None, _bf16(M, K), None),
         "silu_mul_quantise_both": (_bf16(M, K), _bf16(M, K), *rows),
+        "silu_mul_backward_quantise_both": (_bf16(M, K), _bf16(M, K), _bf16(M, K), *rows),
         "token_logprobs": (logits, ids, 1.0, True),
         "token_logprobs_backward": (_ones(M), None, logits, ids, _ones(M), None, 1.0),
         "log_softmax": (logits, 0.7),
