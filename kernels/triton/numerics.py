@@ -172,6 +172,14 @@ def reciprocal(x):
 
 
 @triton.jit
+def _exp2(x):
+    """2^x to two ulp, zero below 2^-126; on a GPU only."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def reciprocal_terms(scale):
     """(high, low) whose sum is 1 / scale to 2^-45, for `times_terms`; under the interpreter the scale itself, twice.
 
@@ -259,22 +267,13 @@ def exp(x):
 def silu_bf16(g):
     """fp32 number that rounds to the bf16 that the definition of SiLU gives, for g a widened bf16; on a GPU only.
 
-    `exp` with fused multiply-adds and an approximate reciprocal, a third of the instructions. Such a number may be off
-    by an fp32 ulp or two, which can matter for 65 536 inputs: all are compared (tests/kernels/test_gpu_arithmetic.py).
+    2^x and the reciprocal are the GPU's approximations, a sixth of the definition's instructions. Such a number may be
+    off by some fp32 ulp, which can matter for 65 536 inputs: all are compared (tests/kernels/test_gpu_arithmetic.py).
     """
-    x = tl.minimum(tl.maximum(-g, -80.0), 89.0)  # below -80 the sum 1 + e^x is 1 already
-    shifted = tl.fma(x, 1.4426950408889634, 12582912.0)
-    k = shifted - 12582912.0
-    r = tl.fma(k, 2.1219444005469057e-4, tl.fma(k, -0.693359375, x))
-    p = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
-    p = tl.fma(p, r, 8.3334519073e-3)
-    p = tl.fma(p, r, 4.1665795894e-2)
-    p = tl.fma(p, r, 1.6666665459e-1)
-    p = tl.fma(p, r, 5.0000001201e-1)
-    p = tl.fma(tl.fma(p, r, 1.0), r, 1.0)
-    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
-    # Numerator and denominator are quartered: the reciprocal of 2^126 < 1 + e^x < 2^128 would be subnormal.
-    return (g * 0.25) * reciprocal(tl.fma(p * power, 0.25, 0.25))
+    # Halved, a sum below 2^127 has a normal reciprocal. That of a larger one, g < -88, is flushed to the zero that the
+    # definition's infinite e^-g gives.
+    half = _exp2(tl.fma(g, -1.4426950408889634, -1.0)) + 0.5
+    return (g * 0.5) * reciprocal(half)
 
 
 @triton.jit
@@ -285,7 +284,8 @@ def sigmoid_bf16(g):
     inputs are compared (tests/kernels/test_gpu_arithmetic.py). The sum is halved, so that its reciprocal is normal up
     to g = -88; for g below, e^-g is infinite by definition, and here the reciprocal is flushed to the same zero.
     """
-    x = tl.minimum(tl.maximum(-g, -80.0), 89.0)
+    x = tl.maximum(-g, -80.0, propagate_nan=tl.PropagateNan.ALL)  # below -80 the sum 1 + e^x is 1 already
+    x = tl.minimum(x, 89.0, propagate_nan=tl.PropagateNan.ALL)
     shifted = tl.fma(x, 1.4426950408889634, 12582912.0)
     k = shifted - 12582912.0
     r = tl.fma(k, -0.693359375, x) - k * -2.1219444005469057e-4
