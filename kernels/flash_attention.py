@@ -1,9 +1,10 @@
-"""FlashAttention-3 forward and PyTorch's flash backward with the signatures of `precision_kernels.reference.attention`.
+"""FlashAttention-3 forward and its backward with the signatures of `precision_kernels.reference.attention`.
 
 FA3 is ``flash_attn_interface`` (upstream) if installed, else the forward-only copy inside vLLM. ``num_splits=1``: keys
 are summed in one order, so a query row depends on its own keys only; measured bit-equal between packed training
-batches, prefill and paged decode (docs/kernels.md). The backward is PyTorch's FlashAttention-2 kernel fed with FA3's
-output and log-sum-exp; gradients agree with fp32 attention to about 3e-3 relative.
+batches, prefill and paged decode (docs/kernels.md). The backward takes FA3's output and log-sum-exp: `triton.attention`
+for heads that it serves, PyTorch's FlashAttention-2 kernel for others; gradients agree with fp32 attention to about
+3e-3 relative.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from precision_kernels.dispatch import Implementation
 from precision_kernels.reference.attention import shape_problems
 from precision_kernels.reference.layout import AttentionLayout
 from precision_kernels.registration import fake, operator
+from precision_kernels.triton import attention as triton_attention
+from precision_kernels.triton import version as triton_version
 
 _PAGE = 16
 """Tokens per page of the cache, vLLM's default; a page table lets sequences use any rows of one cache."""
@@ -252,6 +255,23 @@ def attention(
     return o if o.shape[-1] == value_dim else o[..., :value_dim].contiguous(), lse.t()
 
 
+def torch_attention_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    layout: AttentionLayout,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attention_backward` by PyTorch's FlashAttention-2 kernel, for heads of any width."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    facts = _facts(layout)
+    q, k, v, do = (t.contiguous() for t in (q, k, v, do))
+    return _backward_op(do, q, k, v, o, lse.t().contiguous(), facts["cu_seqlens"], facts["longest"], scale)
+
+
 def attention_backward(
     do: torch.Tensor,
     q: torch.Tensor,
@@ -262,22 +282,26 @@ def attention_backward(
     layout: AttentionLayout,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``reference.attention.attention_backward``: (dq, dk, dv) in the inputs' dtype; deterministic."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    facts = _facts(layout)
-    q, k, v, do = (t.contiguous() for t in (q, k, v, do))
-    return _backward_op(do, q, k, v, o, lse.t().contiguous(), facts["cu_seqlens"], facts["longest"], scale)
+    """``reference.attention.attention_backward``: (dq, dk, dv) in the inputs' dtype; deterministic.
+
+    Which kernel runs is decided by the heads alone (`triton.attention.serves`).
+    """
+    served = triton_attention.serves(q, v)
+    backward = triton_attention.attention_backward if served else torch_attention_backward
+    return backward(do, q, k, v, o, lse, layout, scale)
 
 
 def implementations() -> dict[str, Implementation]:
     """Attention, its backward and its cache."""
-    backward = f"torch-{torch.__version__}"
+    backward = f"{triton_version()}+torch-{torch.__version__}"
     return {
         "attention": Implementation("flash_attention_3.attention", _version, attention),
         "allocate_kv_cache": Implementation(
             "flash_attention_3.allocate_kv_cache", _version, allocate_kv_cache
         ),
-        "attention_backward": Implementation("torch_flash.attention_backward", backward, attention_backward),
+        "attention_backward": Implementation(
+            "triton_or_torch_flash.attention_backward", backward, attention_backward
+        ),
     }
 
 

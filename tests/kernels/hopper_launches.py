@@ -25,10 +25,13 @@ from triton.runtime.jit import JITFunction
 
 import precision_kernels.triton as kernels
 from precision_kernels.reference.formats import ScaleFormat
+from precision_kernels.reference.layout import AttentionLayout
 from precision_kernels.triton import (
     activation,
     activation_codes,
+    attention,
     digest,
+    hopper_attention,
     logprobs,
     matmul,
     norm,
@@ -143,6 +146,16 @@ def heads(x: torch.Tensor, rotated: int) -> None:
     norm.rms_norm_backward(q, q, weight, rstd)
 
 
+def attention_backward(dtype: torch.dtype) -> None:
+    """Groups of two heads of every width that is served."""
+    layout = AttentionLayout(torch.tensor([0, 130, 256]))
+    for dim in attention.QUERIES:
+        q, k = (torch.zeros(256, heads, dim, dtype=dtype) for heads in (4, 2))
+        attention.attention_backward(q, q, k, k, q, torch.zeros(4, 256).t(), layout)
+        tiles = attention.tile_table(layout.cu_seqlens, 256, hopper_attention.KEPT, seen=False)
+        hopper_attention.launch(q, k, k, q, torch.zeros(4, 2, 512), k, k, tiles, 1.0)
+
+
 def vocabulary(logits: torch.Tensor) -> None:
     """logits [T, V], with and without temperature and entropy."""
     ids, column = torch.zeros(len(logits), dtype=torch.int64), logits[:, 0].contiguous()
@@ -168,6 +181,8 @@ def launch_all() -> None:
         activations(x, scales)
         heads(torch.zeros(rows, 6, 128, dtype=dtype), 128)
     heads(torch.zeros(256, 6, 96, dtype=torch.bfloat16), 64)
+    for dtype in (torch.bfloat16, torch.float16):
+        attention_backward(dtype)
     products(torch.zeros(256, 4096, dtype=torch.bfloat16))
     products(torch.zeros(130, 192))
     norms(torch.zeros(4, 12288 + 4, dtype=torch.bfloat16))
