@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from precision_kernels.triton import activation, logprobs, matmul, norm, quantise, rotary
+from precision_kernels.reference.layout import AttentionLayout
+from precision_kernels.triton import activation, attention, logprobs, matmul, norm, quantise, rotary
 
 
 def main() -> None:
@@ -32,6 +33,10 @@ def main() -> None:
         ids = torch.zeros(m, dtype=torch.int64, device="cuda")
         logp, _, lse = logprobs.token_logprobs(x.float(), ids, 0.7, True)
         logprobs.token_logprobs_backward(logp, None, x.float(), ids, lse, None, 0.7)
+    layout = AttentionLayout(torch.tensor([0, 1, 66, 196, 525], device="cuda"))
+    for dim in attention.QUERIES:
+        q, k = (torch.randn(525, heads, dim, device="cuda").bfloat16() for heads in (6, 2))
+        attention.attention_backward(q, q, k, k, q, torch.zeros(6, 525, device="cuda").t(), layout)
     torch.cuda.synchronize()
     print("ran every kernel")
 

@@ -36,7 +36,12 @@ def _arguments() -> dict[str, tuple[Any, ...]]:
     """Of every operator, something that it takes."""
     rows, logits, ids = (False, 1e-10), torch.randn(M, 40, device=DEVICE), torch.arange(M, device=DEVICE)
     heads, cos_sin = (_bf16(M, H, D), _bf16(M, 1, D)), _bf16(M, D)
+    queries, keys = (torch.randn(M, h, 64, dtype=torch.float16, device=DEVICE) for h in (2, 1))
+    tiles = torch.tensor([[0, M, 0, 0]], dtype=torch.int32, device=DEVICE)
     return {
+        "attention_backward": (
+            queries, queries.clone(), keys, keys.clone(), queries.clone(), _ones(2, M), tiles, tiles.clone(), 0.1,
+        ),
         "quantise_rows": (_bf16(M, K), *rows),
         "quantise_columns": (_bf16(M, K), *rows),
         "quantise_both": (_bf16(M, K), *rows),

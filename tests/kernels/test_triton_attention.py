@@ -20,22 +20,6 @@ EDGES = [1, 2, 31, 32, 33, 64, 97, 128, 129]
 """Lengths around a step and a tile, one of them of one token."""
 
 
-@pytest.fixture(autouse=True)
-def _scalars_end_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter takes a loop's end by int() of an array of one element, which numpy 2.4 refuses."""
-    if GPU:
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
 def packed(lengths: list[int]) -> AttentionLayout:
     """Whole sequences, one after the other."""
     return AttentionLayout(torch.tensor([0, *lengths], device=DEVICE).cumsum(0))
