@@ -12,8 +12,7 @@ class _RotaryOfProjections(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, positions, cos_sin):
         ctx.save_for_backward(positions, cos_sin)
-        rotated = implementation("rotary", q.device.type)(q, k, positions, cos_sin)
-        return *rotated, v.clone(memory_format=torch.contiguous_format)
+        return implementation("rotary", q.device.type)(q, k, positions, cos_sin, v)
 
     @staticmethod
     @once_differentiable

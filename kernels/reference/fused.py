@@ -66,7 +66,8 @@ def norm_rotary(
     cos_sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of each head of q [T, H, D] and k [T, Hkv, D], weights [D], then `rotary`: both like their input."""
-    return rotary(rms_norm(q, q_weight, eps)[0], rms_norm(k, k_weight, eps)[0], positions, cos_sin)
+    q, k = rotary(rms_norm(q, q_weight, eps)[0], rms_norm(k, k_weight, eps)[0], positions, cos_sin)
+    return q, k
 
 
 def silu_mul_quantise(

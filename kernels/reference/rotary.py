@@ -90,14 +90,19 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> None:
 
 
 def rotary(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    v: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Rotate q [T, H, D] and k [T, Hkv, D] at positions [T] with a table [P, R]; R < D leaves the last D-R
-    as they are.
+    as they are. With v [T, Hkv, D] a contiguous copy of it is the third result.
     """
     _check(q, k, cos_sin)
     cos, sin = _lookup(positions, cos_sin)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    copied = () if v is None else (v.clone(memory_format=torch.contiguous_format),)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), *copied
 
 
 def rotary_backward(

@@ -108,8 +108,8 @@ def norm_rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.fused.norm_rotary``: one kernel for heads of 32, 64, 128, ... that are rotated whole, else three."""
     if not _fits(q, k, cos_sin):
-        q, k = rms_norm(q, q_weight, eps)[0], rms_norm(k, k_weight, eps)[0]
-        return rotary(q, k, positions, cos_sin)
+        q, k = rotary(rms_norm(q, q_weight, eps)[0], rms_norm(k, k_weight, eps)[0], positions, cos_sin)
+        return q, k
     check_norm("norm_rotary", q, q_weight)
     check_norm("norm_rotary", k, k_weight)
     check_rotary(q, k, cos_sin)

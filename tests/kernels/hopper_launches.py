@@ -139,6 +139,7 @@ def heads(x: torch.Tensor, rotated: int) -> None:
     positions, table = torch.zeros(len(x), dtype=torch.int64), torch.zeros(8, rotated, dtype=x.dtype)
     weight = x[0, 0].clone()
     rotary.rotary(q, k, positions, table)
+    rotary.rotary(q, k, positions, table, v)
     rotary.rotary_backward(q, k, positions, table)
     rotary.rotary_backward_joint(q, k, v, positions, table)
     norm_rotary.norm_rotary(q, k, weight, weight, 1e-6, positions, table)

@@ -52,6 +52,7 @@ def _arguments() -> dict[str, tuple[Any, ...]]:
         "rms_norm_quantise_columns": (_bf16(M, K), _bf16(K), _ones(M, 1), 1e-6, *rows),
         "norm_rotary": (*heads, _bf16(D), _bf16(D), 1e-6, ids, cos_sin),
         "rotary": (*heads, ids, cos_sin, 1.0),
+        "rotary_and_copy": (*heads, _bf16(M, 1, D), ids, cos_sin, 1.0),
         "rotary_joint": (*heads, _bf16(M, 1, D), ids, cos_sin, -1.0),
         "silu_mul": (_bf16(M, K), _bf16(M, K), True, True, *rows),
         "silu_mul_saving": (_bf16(M, K), _bf16(M, K), *rows),
