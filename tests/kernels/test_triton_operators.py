@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -104,6 +106,28 @@ def test_norm_backward(shape):
             assert_same_bits(r, a, "repeated")
 
 
+@pytest.mark.parametrize(
+    "shape", [(1, 1024), (70, 1100), *([(8192, 4096), (33, 5120), (300, 8192)] if GPU else [])], ids=str
+)
+def test_backward_of_wide_rows(shape):
+    """Packed rows, gradients with a row stride too: dx is the definition's but for ties that the sum's order turns."""
+    wide = importlib.import_module("precision_kernels.triton.wide_norm")
+    x, extra, weight = (normal(*shape, seed=s).bfloat16() for s in (0, 1, 2))
+    dy, weight = normal(shape[0], 2 * shape[1], seed=3).bfloat16()[:, : shape[1]], weight[0].clone()
+    _, rstd = REFERENCE["norm"].rms_norm(x, weight, 1e-6)
+    for dresidual in (None, extra):
+        assert wide.accepts_backward(dy, x, weight, dresidual)
+        expected = REFERENCE["norm"].rms_norm_backward(dy, x, weight, rstd, dresidual)
+        arguments = on_device(dy, x, weight, rstd, dresidual)
+        dx, dweight = (t.cpu() for t in TRITON["norm"].rms_norm_backward(*arguments))
+        torch.testing.assert_close(dx, expected[0], rtol=2**-7, atol=1e-5)
+        assert (dx != expected[0]).float().mean() < 1e-4
+        torch.testing.assert_close(dweight, expected[1], rtol=2e-5, atol=2e-5 * shape[0] ** 0.5)
+        again = TRITON["norm"].rms_norm_backward(*arguments)
+        assert_same_bits(again[0], dx, "repeated")
+        assert_same_bits(again[1], dweight, "repeated")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_silu_mul(dtype):
     """SiLU * up, its quantised form and its backward equal the definition, on halves of one matrix too."""
@@ -151,6 +175,7 @@ def test_rotary(head_dim, rotated):
         for name in ("rotary", "rotary_backward"):
             check("rotary", name, q, k, positions, table, what=f"{head_dim} {dtype}")
             check("rotary", name, q[:, 1:], k[:, :1], positions, table, what="slices")
+        check("rotary", "rotary", q, k[:, 1:], positions, table, k[:, :1], what=f"with v, {head_dim} {dtype}")
         check(
             "rotary", "rotary_backward_joint", q, k, k.flip(0), positions, table, what=f"{head_dim} {dtype}"
         )
