@@ -62,6 +62,11 @@ def memory(bench) -> None:
         go("silu_mul backward", lambda x, r: activation.silu_mul_backward(x, r, x), 8)
         go("silu_mul, and codes of gate and up", activation.silu_mul_saving, 8 + 2 * scale)
         go("silu_mul + quantise both directions", activation_codes.silu_mul_quantise_both, 6 + 2 * scale)
+        go(
+            "silu_mul backward + quantise both directions",
+            lambda x, r: activation_codes.silu_mul_backward_quantise_both(x, r, x),
+            8 + 4 * scale,
+        )
         codes = quantise.quantise_activation(xs[0])
         go(
             "silu_mul backward from codes",
