@@ -62,17 +62,11 @@ def memory(bench) -> None:
         go("silu_mul backward", lambda x, r: activation.silu_mul_backward(x, r, x), 8)
         go("silu_mul, and codes of gate and up", activation.silu_mul_saving, 8 + 2 * scale)
         go("silu_mul + quantise both directions", activation_codes.silu_mul_quantise_both, 6 + 2 * scale)
-        go(
-            "silu_mul backward + quantise both directions",
-            lambda x, r: activation_codes.silu_mul_backward_quantise_both(x, r, x),
-            8 + 4 * scale,
-        )
+        gradients = activation_codes.silu_mul_backward_quantise_both
+        go("silu_mul backward + quantise both", lambda x, r: gradients(x, r, x), 8 + 4 * scale)
         codes = quantise.quantise_activation(xs[0])
-        go(
-            "silu_mul backward from codes",
-            lambda x, r, q=codes: activation.silu_mul_backward_saved(r, q, q),
-            7 + scale,
-        )
+        saved = activation.silu_mul_backward_saved
+        go("silu_mul backward from codes", lambda x, r, q=codes: saved(r, q, q), 7 + scale)
         q = [x.view(TOKENS, -1, 128) for x in xs]
         ms = bench.time([lambda x=x: norm.rms_norm(x, w[:128], 1e-6) for x in q])
         bench.record("memory-bound, 8192 rows", f"q/k norm, {d // 128} heads of 128", ms, bytes_=4 * n)

@@ -127,6 +127,16 @@ def _backward_row(x, dy, dresidual, row, lanes, inside, QUADS, x_m, dy_m, ADD: t
 
 
 @triton.jit
+def _through(n0, n1, n2, n3, g0, g1, g2, g3, weights, r, D):
+    """Gradients of a row whose normalised numbers are n, from those of the norm's result."""
+    w0, w1, w2, w3 = unpack(weights)
+    g0, g1, g2, g3 = g0 * w0, g1 * w1, g2 * w2, g3 * w3
+    total = tl.sum(tl.fma(g0, n0, g1 * n1) + tl.fma(g2, n2, g3 * n3), 0)
+    mean = tl.div_rn(total, D.to(tl.float32))
+    return r * (g0 - n0 * mean), r * (g1 - n1 * mean), r * (g2 - n2 * mean), r * (g3 - n3 * mean)
+
+
+@triton.jit
 def _wide_backward_kernel(
     dy, x, weight, rstd, dresidual, dx, partial, M, QUADS, D, x_m, dy_m,
     ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -149,16 +159,7 @@ def _wide_backward_kernel(
         g0, g1, g2, g3 = unpack(g)
         z0, z1, z2, z3 = unpack(pack(n0, n1, n2, n3))
         s0, s1, s2, s3 = tl.fma(g0, z0, s0), tl.fma(g1, z1, s1), tl.fma(g2, z2, s2), tl.fma(g3, z3, s3)
-        w0, w1, w2, w3 = unpack(weights)
-        g0, g1, g2, g3 = g0 * w0, g1 * w1, g2 * w2, g3 * w3
-        total = tl.sum(tl.fma(g0, n0, g1 * n1) + tl.fma(g2, n2, g3 * n3), 0)
-        mean = tl.div_rn(total, D.to(tl.float32))
-        g0, g1, g2, g3 = (
-            r * (g0 - n0 * mean),
-            r * (g1 - n1 * mean),
-            r * (g2 - n2 * mean),
-            r * (g3 - n3 * mean),
-        )
+        g0, g1, g2, g3 = _through(n0, n1, n2, n3, g0, g1, g2, g3, weights, r, D)
         if ADD:
             d0, d1, d2, d3 = unpack(d)
             g0, g1, g2, g3 = g0 + d0, g1 + d1, g2 + d2, g3 + d3
