@@ -18,7 +18,7 @@ from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantis
 from precision_kernels.reference.quantise import _check as _quantise_check
 from precision_kernels.registration import fake, operator
 from precision_kernels.triton.activation import _matrix, silu_mul_backward_op, silu_mul_op
-from precision_kernels.triton.launch import cdiv
+from precision_kernels.triton.launch import cdiv, jit_any_rows
 from precision_kernels.triton.numerics import INTERPRETED, exp, fast, sigmoid_bf16, silu_bf16
 from precision_kernels.triton.packed import is_packable, multiply, pack, quads, unpack
 from precision_kernels.triton.quantise import _words, aligned_scales, quantise_both_op, transposed_codes
@@ -49,7 +49,7 @@ def _product(gate, up, row, columns, M, gate_m, up_m):
     return multiply(pack(_silu(a), _silu(b), _silu(c), _silu(d)), right)
 
 
-@triton.jit
+@jit_any_rows
 def _product_kernel(
     gate, up, codes, scales, words, scales_t, M, K, gate_m, up_m, scale_b, word_k, floor, UE8M0: tl.constexpr
 ):
@@ -91,7 +91,7 @@ def _gradients(dy, gate, up, row, columns, M, dy_m, gate_m, up_m):
     return dgate, multiply(pack(g0 * s0, g1 * s1, g2 * s2, g3 * s3), dy)
 
 
-@triton.jit
+@jit_any_rows
 def _gradients_kernel(
     dy, gate, up, codes, scales, words, scales_t, M, K, dy_m, gate_m, up_m, scale_b, word_k, floor,
     UE8M0: tl.constexpr,

@@ -37,8 +37,10 @@ def _block_fp8_kernel(
         acc = tl.load(out, inside, 0.0)
     for block in range(tl.cdiv(K, 128)):
         k = block * 128 + ks
-        x = tl.load(a + rows[:, None] * a_m + k[None, :] * a_k, (rows < M)[:, None] & (k < K)[None, :])
-        y = tl.load(b + columns[None, :] * b_n + k[:, None] * b_k, (columns < N)[None, :] & (k < K)[:, None])
+        x = tl.load(a + rows[:, None] * a_m + k[None, :] * a_k, (rows < M)[:, None] & (k < K)[None, :], 0.0)
+        y = tl.load(
+            b + columns[None, :] * b_n + k[:, None] * b_k, (columns < N)[None, :] & (k < K)[:, None], 0.0
+        )
         if INTERPRETED:
             product = tl.dot(decode_e4m3(x), decode_e4m3(y), input_precision="ieee")
         else:
@@ -47,6 +49,10 @@ def _block_fp8_kernel(
         column_scale = tl.load(b_scales + columns // B_ROWS * bs_n + block * bs_b, columns < N, 0.0)
         acc += product * (row_scale[:, None] * column_scale[None, :])
     tl.store(out, round_to(acc, c.dtype.element_ty), inside)
+
+
+_block_fp8_one_kernel = triton.jit(_block_fp8_kernel.fn, do_not_specialize=("M", "N", "K"))
+"""For one token or one row: `launch.jit_any_rows` says why. Longer contractions need their divisors compiled in."""
 
 
 @triton.jit
@@ -78,7 +84,8 @@ def block_fp8_gemm_op(
     """out [M, N] (+)= a [M, K] @ b [N, K].T for e4m3 codes of any strides; one b scale serves ``b_rows`` rows of b."""
     (m, k), n = a.shape, b.shape[0]
     if m and n:
-        _block_fp8_kernel[(cdiv(m, _TILE_M), cdiv(n, _TILE_N))](
+        kernel = _block_fp8_one_kernel if 1 in (m, n, k) else _block_fp8_kernel
+        kernel[(cdiv(m, _TILE_M), cdiv(n, _TILE_N))](
             a, a_scales, b, b_scales, out, m, n, k, *a.stride(), *b.stride(), *a_scales.stride(), *b_scales.stride(),
             out.stride(0), B_ROWS=b_rows, ACCUMULATE=accumulate, BM=_TILE_M, BN=_TILE_N,
             num_warps=4, num_stages=3, enable_fp_fusion=False,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from precision_kernels.reference.exact import SUM_LANES
-from precision_kernels.triton.launch import cdiv, next_power_of_2
+from precision_kernels.triton.launch import cdiv, jit_any_rows, next_power_of_2
 from precision_kernels.triton.numerics import amax_of, block_scale, divide_by_scale, encode_rows, fast
 from precision_kernels.triton.packed import add, is_packable, largest, lifted, normalise, pack, quads, unpack
 
@@ -136,7 +136,7 @@ def _through(n0, n1, n2, n3, g0, g1, g2, g3, weights, r, D):
     return r * (g0 - n0 * mean), r * (g1 - n1 * mean), r * (g2 - n2 * mean), r * (g3 - n3 * mean)
 
 
-@triton.jit
+@jit_any_rows
 def _wide_backward_kernel(
     dy, x, weight, rstd, dresidual, dx, partial, M, QUADS, D, x_m, dy_m,
     ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

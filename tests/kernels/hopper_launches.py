@@ -1,7 +1,8 @@
 """Launch every Triton kernel on CPU tensors with a compiler for Hopper in the GPU's place: a program, not a test.
 
 Triton compiles at a launch, for the dtypes and flags it is launched with, so the operators themselves are called. Their
-results are not looked at. Prints what does not compile and which kernel no call reaches; then the exit status is 1.
+results are not looked at. Prints what does not compile, which kernel no call reaches, and which one of `MIXES_ROWS`
+reads under a mask that is false at compile time; then the exit status is 1.
 `test_compiles_for_hopper.py` runs it in a process of its own, for this needs the compiler and other tests Triton's
 interpreter, which is chosen at import. With --usage: registers, spilled bytes and shared memory of each kernel.
 """
@@ -58,6 +59,18 @@ class Hopper:
         return 0
 
 
+MIXES_ROWS = (
+    "activation_codes._gradients_kernel",
+    "activation_codes._product_kernel",
+    "matmul._block_fp8_kernel",
+    "norm._backward_kernel",
+    "norm_columns._kernel",
+    "packed_quantise._both_kernel",
+    "quantise._columns_kernel",
+    "quantise._weight_kernel",
+    "wide_norm._wide_backward_kernel",
+)
+"""Kernels whose results depend on several rows: what a masked load gives counts (`triton.launch.jit_any_rows`)."""
 compiled: dict[str, dict[str, object]] = {}
 """Kernels by module and name, each with the binaries of its launches by their hash."""
 failures: list[str] = []
@@ -169,6 +182,21 @@ def vocabulary(logits: torch.Tensor) -> None:
         logprobs.log_softmax_backward(logits, logits, temperature)
 
 
+def single_rows(x: torch.Tensor) -> None:
+    """x [1, K]: the size that Triton would compile in."""
+    quantisers(x, SCALES[:1])
+    norms(x)
+    activations(x, SCALES[:1])
+    matmul.wgrad_fp8_matmul(*[quantise.quantise_columns(x)] * 2)
+
+
+def never_loaded(binary) -> list[str]:
+    """Loads under a predicate that is false at compile time; ptxas leaves their registers undefined."""
+    never = set(re.findall(r"mov\.pred\s+(%p\d+), 0;", binary.asm["ptx"]))
+    loads = re.findall(r"@(%p\d+) (ld\.global\.\S+)", binary.asm["ptx"])
+    return sorted({load for predicate, load in loads if predicate in never})
+
+
 def launch_all() -> None:
     """Whole blocks of bf16 as in training, and rows that cannot be packed, as which fp16 is handled too; fp32."""
     for dtype, rows, columns in (
@@ -186,6 +214,8 @@ def launch_all() -> None:
         attention_backward(dtype)
     products(torch.zeros(256, 4096, dtype=torch.bfloat16))
     products(torch.zeros(130, 192))
+    single_rows(torch.zeros(1, 4096, dtype=torch.bfloat16))
+    single_rows(torch.zeros(1, 190))
     norms(torch.zeros(4, 12288 + 4, dtype=torch.bfloat16))
     norms(torch.zeros(4, 14336, dtype=torch.float32))
     vocabulary(torch.zeros(4, 1000))
@@ -221,6 +251,12 @@ def main() -> None:
     launch_all()
     failures.extend(
         f"{name}: no call in {__file__} launches it" for name in sorted(defined() - set(compiled))
+    )
+    failures.extend(
+        f"{name} reads {loads} where its mask is false at compile time: mark it with jit_any_rows"
+        for name in MIXES_ROWS
+        for loads in map(never_loaded, compiled.get(name, {}).values())
+        if loads
     )
     if "--usage" in sys.argv:
         for name, binaries in compiled.items():
