@@ -50,7 +50,9 @@ class _Rotation:
                     f"({self.architecture.max_positions})"
                 )
             length = min(self.architecture.max_positions, max(1024, 1 << (needed - 1).bit_length()))
-            table = self._table = rotary_cos_sin(self._inverse.to(positions.device), length, self.dtype)
+            with torch.inference_mode(False):  # training saves the table, of that mode it could not
+                table = rotary_cos_sin(self._inverse.to(positions.device), length, self.dtype)
+            self._table = table
         return table
 
 

@@ -178,3 +178,15 @@ def test_norms_are_rounded_once_per_change():
     norm.weight.data.mul_(2.0)
     model.forget_operands()
     assert torch.equal(norm._rounded(), norm.weight.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_training_after_a_forward_in_inference_mode(kind):
+    """Nothing that a forward keeps for the next one is of that mode, which autograd refuses: the gradients are those
+    of a model that was not asked before."""
+    batch = PackedBatch.from_sequences([[5, 6, 7], [8]])
+    asked, fresh = (make_model(kind, "unified-fp8") for _ in range(2))
+    with torch.inference_mode():
+        asked.token_logprobs(asked(batch), next_tokens(batch))
+    grads, expected = (loss_and_gradients(model, batch)[2] for model in (asked, fresh))
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
