@@ -190,6 +190,9 @@ def test_options_that_decide_numerics_cannot_be_overridden() -> None:
     eager = dataclasses.replace(options, cuda_graphs=False, extra=bad)
     with pytest.raises(ValueError, match="attention_config, block_size, kv_cache_dtype, logits_processors"):
         _llm_arguments("d", 64, policy, eager)
+    stale = {"kv_offloading_size": 1.0, "kv_transfer_config": {}}  # keys that no update of weights would drop
+    with pytest.raises(ValueError, match="kv_offloading_size, kv_transfer_config"):
+        _llm_arguments("d", 64, policy, dataclasses.replace(options, extra=stale))
 
 
 def test_generation_before_the_first_update_is_refused(ray_for_engines: None) -> None:
