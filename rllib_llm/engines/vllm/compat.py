@@ -99,8 +99,8 @@ NOT_OPTIONS = frozenset(
         "quantization",
     }
 )
-"""Arguments of `vllm.LLM` that decide numerics or the law that is sampled from, and are left as vLLM has them. Keys that
-a connector holds outside the GPU would outlive an update: vLLM's `reset_prefix_cache` does not drop them."""
+"""Arguments of `vllm.LLM` that decide numerics or the law that is sampled from, and are left as vLLM has them. Keys
+that a connector holds outside the GPU would outlive an update: vLLM's `reset_prefix_cache` does not drop them."""
 
 
 _CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(576, 1025, 64), *range(1152, 2049, 128))
