@@ -3,8 +3,8 @@
 torch.compile, CUDA graphs and profilers see operators, not what is in them. `torch.library.custom_op` would register
 the same ones, and puts Python wrappers for autograd, devices and aliasing around every call: they cost 5 to 9 us of
 host time, the dispatcher alone 1 to 3 (one core of an EPYC). What the wrappers would ensure, the functions keep:
-results are new tensors, no views of arguments; gradients come from the autograd functions that call them (a gradient
-that reaches an operator itself makes torch warn).
+results are new tensors, no views of arguments; gradients come from the autograd functions that call them, and
+an operator that is to be differentiated itself raises (torch alone would warn, in the backward, and leave it out).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
         chosen = getattr(torch.ops.precision_kernels, name).default
         names = [argument.name for argument in chosen._schema.arguments]
         kernel = _counting(function, [names.index(written) for written in mutates]) if mutates else function
+        kernel = _without_gradient(chosen.name(), kernel)
         for device in _DEVICES:
             _LIBRARY.impl(name, kernel, device)
         return chosen
@@ -42,10 +43,27 @@ def fake(registered: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the function gives shapes and dtypes of what an operator returns, for torch.compile."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        torch.library.register_fake(registered.name(), function, lib=_LIBRARY)
+        checked = _without_gradient(registered.name(), function)
+        torch.library.register_fake(registered.name(), checked, lib=_LIBRARY)
         return function
 
     return register
+
+
+def _without_gradient(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Raises RuntimeError where autograd would take the results for differentiable."""
+
+    def call(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(given, torch.Tensor) and given.requires_grad for given in arguments
+        ):
+            raise RuntimeError(
+                f"{name} has no gradient of its own, and an argument requires one: call the function "
+                "of precision_kernels that differentiates it, or this one under torch.no_grad()"
+            )
+        return function(*arguments)
+
+    return call
 
 
 def _counting(function: Callable[..., Any], written: Sequence[int]) -> Callable[..., Any]:

@@ -136,13 +136,17 @@ def test_autograd_sees_what_an_operator_writes_to() -> None:
         _registered()["block_fp8_gemm"](*arguments[:4], _ones(M, 128), *arguments[5:])
 
 
-def test_a_gradient_that_reaches_an_operator_is_not_lost_silently() -> None:
-    """Operators have no gradient of their own: torch says so."""
-    x = _bf16(M, K).requires_grad_()
+def test_an_operator_that_is_to_be_differentiated_raises() -> None:
+    """Operators have no gradient of their own: an error in the forward, compiled too, whatever warnings are shown."""
+    gemm, x, w = _registered()["invariant_gemm"], _bf16(M, K).requires_grad_(), _bf16(64, K)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="autograd kernel was not registered"):
-            _registered()["invariant_gemm"](x, _bf16(64, K), torch.float32).sum().backward()
+        warnings.simplefilter("ignore")
+        for call in (gemm, torch.compile(lambda *a: gemm(*a), fullgraph=True, backend="aot_eager")):
+            with pytest.raises(RuntimeError, match="precision_kernels::invariant_gemm has no gradient"):
+                call(x, w, torch.float32).sum().backward()
+    with torch.no_grad():
+        expected = gemm(x, w, torch.float32)
+    assert torch.equal(gemm(x.detach(), w, torch.float32), expected)
 
 
 def _microseconds(call: Callable[..., Any], *arguments: Any) -> float:
