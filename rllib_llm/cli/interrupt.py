@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import stat
 import sys
 import time
 from types import FrameType, TracebackType
 from typing import Any
 
 from ray.tune import Stopper
+
+_READER_ENDS_MS = 2000
+"""So long after a SIGHUP the reader of a pipe may take to end: it got the signal too."""
 
 
 class Interrupt:
@@ -41,7 +46,7 @@ class Interrupt:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            self._leave_closed_terminals()
+            self._leave_closed_outputs()
         if self.requested:
             if number == signal.SIGHUP:
                 return
@@ -54,13 +59,27 @@ class Interrupt:
             flush=True,
         )
 
-    def _leave_closed_terminals(self) -> None:
-        """Every write to a terminal that is gone raises OSError (EIO), a progress bar's too: write nowhere instead."""
-        for output in self._terminals:
-            if not os.isatty(output):
+    def _leave_closed_outputs(self) -> None:
+        """Every write to a terminal that is gone, or to a pipe that nobody reads (``| tee log``), raises OSError, a
+        progress bar's too: write nowhere instead."""
+        for output in (1, 2):
+            if self._is_closed(output):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, output)
                 os.close(nowhere)
+
+    def _is_closed(self, output: int) -> bool:
+        if output in self._terminals:
+            return not os.isatty(output)
+        try:
+            pipe = stat.S_ISFIFO(os.fstat(output).st_mode)
+        except OSError:  # a process may be started without (`>&-`)
+            return False
+        if not pipe:
+            return False
+        reader = select.poll()
+        reader.register(output, 0)  # errors only: there is no reader
+        return bool(reader.poll(_READER_ENDS_MS))
 
 
 class RunStopper(Stopper):

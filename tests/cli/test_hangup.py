@@ -4,6 +4,7 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -39,6 +40,37 @@ def test_an_ignored_hangup_stays_ignored(hangups):
         hangups()
         assert not interrupt.requested
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+PIPED = """
+import os, signal, sys
+from rllib_llm.cli.interrupt import Interrupt
+with Interrupt() as interrupt:
+    print("ready", file=sys.stderr, flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("goes on", file=sys.stderr, flush=True)
+sys.exit(7 if interrupt.requested else 1)
+"""
+
+
+@pytest.mark.parametrize("reader_stays", [False, True])
+def test_a_pipe_without_reader_is_left(reader_stays):
+    """`2>&1 | tee log`: tee ends with the terminal, and what is written afterwards raises nothing. One that stays (the
+    signal was for the run alone) gets everything."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PIPED], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr.readline() == "ready\n"
+    if not reader_stays:
+        process.stderr.close()
+    process.stdin.write("\n")
+    process.stdin.close()
+    if reader_stays:
+        rest = process.stderr.read()
+        assert "writing a checkpoint" in rest
+        assert rest.endswith("goes on\n")
+    assert process.wait(60) == 7
 
 
 def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):
