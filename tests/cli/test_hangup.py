@@ -14,10 +14,12 @@ from rllib_llm.history import read_history
 from tests.cli.test_train import SMALL, command
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def hangups():
-    """Function that sends SIGHUP to this process; its handler is put back after the test."""
-    before = signal.getsignal(signal.SIGHUP)
+    """Function that sends SIGHUP to this process. Tests that run under nohup, too, begin with the handler of a shell's
+    jobs, which their children inherit; the one before is put back.
+    """
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield lambda: os.kill(os.getpid(), signal.SIGHUP)
     signal.signal(signal.SIGHUP, before)
 
