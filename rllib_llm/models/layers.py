@@ -184,10 +184,8 @@ class PlannedNorm(PlannedModule):
         weight = self.weight
         if weight.dtype == self.compute_dtype:
             return weight.detach()
-        key = (
-            *self.weight_key(weight),
-            torch.is_inference_mode_enabled(),
-        )  # autograd saves no tensor of that mode
+        # Autograd saves no tensor that was made in inference mode.
+        key = (*self.weight_key(weight), torch.is_inference_mode_enabled())
         if self._rounding is None or self._rounding[0] != key:
             # The tensor itself is kept too, so that neither its id nor its address can be given to another one.
             self._rounding = (key, weight.detach().to(self.compute_dtype), weight)

@@ -62,7 +62,7 @@ class VLLMEngine(RolloutEngine):
         enable_prefix_caching: keep prompts' keys and values, shared by the completions of a group.
         cuda_graphs: run steps as CUDA graphs (GPU): those that decode, and those with prompts of up to `graph_tokens`.
         graph_tokens: tokens of the largest step with prompts in it that is a graph, up to 2048; 0: none. More take the
-            start longer and hold more memory (`compat.graph_options`).
+            start longer (`compat.graph_options`).
         sleep_mode: allow `sleep` (GPU; vLLM then allocates through its own pool).
         device: "cuda" or "cpu"; default: what this machine has.
         num_gpus, num_cpus: what the actor asks of Ray. 0 GPUs with device "cuda" means: those of this process.
