@@ -110,6 +110,7 @@ def check(model: Any, gguf: Path) -> int:
 
 
 def main() -> None:
+    """Download, convert, verify."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

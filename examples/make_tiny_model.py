@@ -177,6 +177,7 @@ def pass_at_1(
 
 
 def main() -> None:
+    """Pretrain, measure, write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

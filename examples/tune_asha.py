@@ -13,7 +13,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
 from rllib_llm import GRPO
-from rllib_llm.experiment_file import load_experiment
+from rllib_llm.experiment.file import load_experiment
 from rllib_llm.tracking import MLflowCallback
 
 
@@ -45,7 +45,7 @@ def main(
     )
     rows = [
         (
-            float(trial.config["lr"]),
+            float(trial.config["train"]["lr"]),
             int(trial.last_result["training_iteration"]),
             float(trial.last_result["env_runners"]["episode_return_mean"]),
         )

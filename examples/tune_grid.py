@@ -12,15 +12,15 @@ import argparse
 from ray import tune
 
 from rllib_llm import GRPO
-from rllib_llm.experiment_file import load_experiment
+from rllib_llm.experiment.file import load_experiment
 from rllib_llm.tracking import MLflowCallback
 
 
 def main(
-    policies: list[str], iterations: int, tracking_uri: str | None = None
+    policies: list[str], iterations: int, overrides: tuple[str, ...] = (), tracking_uri: str | None = None
 ) -> list[tuple[str, float, float]]:
     """(policy, last mean reward, largest |Δlog-prob| of the last iteration) of each trial."""
-    config = load_experiment("quickstart").to_grpo_config()
+    config = load_experiment("quickstart", overrides).to_grpo_config()
     config.precision(tune.grid_search(policies))
     analysis = tune.run(
         GRPO,

@@ -3,7 +3,7 @@
     python examples/tune_pbt.py [--population 4] [--iterations 20] [--every 5]
 
 Varied are the learning rate and the sampling temperature (a nested key). The precision policy is the same for all: a
-checkpoint of one policy is refused under another. In MLflow a varied setting is a curve, `config/lr`.
+checkpoint of one policy is refused under another. In MLflow a varied setting is a curve, `config/train/lr`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ray.tune import CheckpointConfig
 from ray.tune.schedulers import PopulationBasedTraining
 
 from rllib_llm import GRPO
-from rllib_llm.experiment_file import load_experiment
+from rllib_llm.experiment.file import load_experiment
 from rllib_llm.tracking import MLflowCallback
 
 
@@ -29,16 +29,16 @@ def main(
 ) -> list[tuple[float, float, float]]:
     """(learning rate, temperature, last mean reward) with which each trial ended, the best first."""
     config = load_experiment("quickstart", overrides).to_grpo_config().to_dict()
-    config["lr"] = tune.loguniform(1e-5, 1e-3)
-    config["rollout_config"] = {**config["rollout_config"], "temperature": 1.0}
+    config["train"]["lr"] = tune.loguniform(1e-5, 1e-3)
+    config["rollout"]["temperature"] = 1.0
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
         metric="env_runners/episode_return_mean",
         mode="max",
         perturbation_interval=every,
         hyperparam_mutations={
-            "lr": tune.loguniform(1e-5, 1e-3),
-            "rollout_config": {"temperature": tune.uniform(0.8, 1.2)},
+            "train": {"lr": tune.loguniform(1e-5, 1e-3)},
+            "rollout": {"temperature": tune.uniform(0.8, 1.2)},
         },
         quantile_fraction=0.5 if population < 4 else 0.25,
         synch=True,  # compare trials at the same iteration, whatever their speed
@@ -58,9 +58,10 @@ def main(
 
 
 def end_of(trial: Any) -> tuple[float, float, float]:
+    """(learning rate, temperature, mean reward) at the end of a trial."""
     return (
-        float(trial.config["lr"]),
-        float(trial.config["rollout_config"]["temperature"]),
+        float(trial.config["train"]["lr"]),
+        float(trial.config["rollout"]["temperature"]),
         float(trial.last_result["env_runners"]["episode_return_mean"]),
     )
 

@@ -17,7 +17,7 @@ from ray import tune
 from ray.tune import CheckpointConfig, RunConfig
 
 from rllib_llm import GRPO
-from rllib_llm.experiment_file import load_experiment
+from rllib_llm.experiment.file import load_experiment
 from rllib_llm.tracking import MLflowCallback
 
 

@@ -1,101 +1,48 @@
-"""Which implementation runs an operator on a device, and how it is named in an attestation.
+"""The implementation that runs an operator on a device, and how it is named in an attestation.
 
-A provider is a module with ``implementations() -> dict[str, Implementation]``. Providers of a device are
-asked in the order of `PROVIDERS`; the first that offers an operator is bound, for the life of the process.
-A provider that cannot be loaded is named in a warning, with the reason: a later one may serve its operators.
-An operator that no provider offers raises on its first call, with all these reasons. Running the reference
-on an accelerator is possible, but has to be asked for (`bind_reference`).
+`bindings` decides which library that is; here it is imported, at the first call or by `require`, and stays bound for
+the life of the process. An operator whose library is missing raises an error that names the library, why it cannot be
+imported and what to install. Running the definition on an accelerator has to be asked for (`bind_reference`).
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import hashlib
 import importlib
-import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+from precision_kernels.bindings import LIBRARIES, library_of
+from precision_kernels.declaration import DEFINITIONS, FP8_OPERATORS, IMPLEMENTATIONS, Implementation
+from precision_kernels.sources import modules_hash
+from precision_policies.errors import Violation
 
 logger = logging.getLogger(__name__)
+OPERATORS = DEFINITIONS.keys()
+"""Names of all operators; the signature of each is that of the function of this name in `reference`."""
 
-PROVIDERS: dict[str, tuple[str, ...]] = {
-    "cpu": ("precision_kernels.reference.provider",),
-    "cuda": (
-        "precision_kernels.cublaslt",
-        "precision_kernels.deepgemm",
-        "precision_kernels.flash_attention",
-        "precision_kernels.triton",
-    ),
-}
-
-OPERATORS: tuple[str, ...] = (
-    "quantise_activation",
-    "quantise_columns",
-    "quantise_both",
-    "quantise_weight",
-    "dequantise",
-    "block_fp8_matmul",
-    "dgrad_fp8_matmul",
-    "wgrad_fp8_matmul",
-    "invariant_matmul",
-    "pack_weight",
-    "dgrad_matmul",
-    "wgrad_matmul",
-    "rms_norm",
-    "add_rms_norm",
-    "rms_norm_backward",
-    "rms_norm_quantise",
-    "add_rms_norm_quantise",
-    "rms_norm_quantise_columns",
-    "silu_mul",
-    "silu_mul_backward",
-    "silu_mul_quantise",
-    "silu_mul_quantise_both",
-    "silu_mul_saving",
-    "silu_mul_backward_saved",
-    "silu_mul_backward_quantise_both",
-    "rotary_cos_sin",
-    "rotary",
-    "rotary_backward",
-    "rotary_backward_joint",
-    "norm_rotary",
-    "allocate_kv_cache",
-    "attention",
-    "attention_backward",
-    "token_logprobs",
-    "token_logprobs_backward",
-    "log_softmax",
-    "log_softmax_backward",
-    "tensor_digest",
-)
-"""Every dispatched operator; signatures are those of the functions of the same name in `reference`."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class UnboundOperatorError(NotImplementedError):
-    """No implementation of an operator is bound on a device."""
+    """Operators that cannot be bound on a device: each of ``violations`` names some (``value``), why, and a remedy."""
 
+    def __init__(self, device_type: str, violations: Iterable[Violation]) -> None:
+        self.device_type, self.violations = device_type, tuple(violations)
+        listed = "; ".join(
+            f"{', '.join(cast(tuple[str, ...], v.value))}: {v.problem} -> {v.remedy}" for v in self.violations
+        )
+        super().__init__(
+            f"precision_kernels: no implementation on {device_type!r} of {listed}. The slow definitions run on any "
+            f"device, if asked for: precision_kernels.bind_reference({device_type!r})"
+        )
 
-@dataclass(frozen=True)
-class Implementation:
-    """One implementation: ``name`` ("reference.rms_norm"), ``version`` ("torch-2.13.0") and the callable."""
-
-    name: str
-    version: str
-    function: Callable[..., Any]
-
-    @functools.cached_property
-    def identity(self) -> str:
-        """``name@version#hash``, the hash over the sources of this package that the function's module
-        imports.
-        """
-        return f"{self.name}@{self.version}#{source_hash(self.function)}"
+    def __reduce__(self) -> tuple[type[UnboundOperatorError], tuple[str, tuple[Violation, ...]]]:
+        return type(self), (self.device_type, self.violations)
 
 
 Observer = Callable[[str, Implementation, tuple[Any, ...], Any], None]
@@ -103,104 +50,79 @@ Observer = Callable[[str, Implementation, tuple[Any, ...], Any], None]
 
 _observers: list[Observer] = []
 _bound: dict[str, dict[str, Implementation]] = {}
-_failures: dict[str, list[str]] = {}
-
-
-def source_hash(function: Callable[..., Any]) -> str:
-    """First 16 hex digits of the sha256 of the function's module and everything of precision_kernels that
-    it imports.
-    """
-    return _modules_hash(inspect.unwrap(function).__module__)
 
 
 @functools.cache
-def _modules_hash(*modules: str) -> str:
-    sources = {name: source for module in modules for name, source in _closure(module).items()}
-    digest = hashlib.sha256()
-    for name in sorted(sources):
-        digest.update(f"{name}\0".encode() + sources[name] + b"\0")
-    return digest.hexdigest()[:16]
+def _load(module: str) -> str | None:
+    """Import the implementations of a library; None, or why that cannot be done. Asked once in a process."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        logger.warning("the operators of %s are not available: %s", module, error)
+        return str(error)
+    return None
 
 
-def _closure(module: str) -> dict[str, bytes]:
-    """Sources of ``module`` and of the precision_kernels modules it imports, transitively (dispatch itself
-    excluded).
-    """
-    pending, sources = [module], {}
-    while pending:
-        name = pending.pop()
-        if name in sources or name == __name__:
+def _bind_decided(operators: Iterable[str], device_type: str) -> list[Violation]:
+    """Bind what `bindings` names for each operator that is not bound yet; what cannot be bound, by its cause."""
+    bound = _bound.setdefault(device_type, {})
+    missing: dict[tuple[str, str], list[str]] = {}
+    for operator in operators:
+        if operator in bound:
             continue
-        spec = find_spec(name)
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            continue
-        sources[name] = Path(spec.origin).read_bytes()
-        pending += _imports(sources[name])
-    return sources
-
-
-def _imports(source: bytes) -> list[str]:
-    names: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.append(node.module)
-            names += [
-                f"{node.module}.{alias.name}" for alias in node.names if _is_module(node.module, alias.name)
-            ]
-        elif isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+        if operator not in DEFINITIONS:
+            raise ValueError(f"there is no operator {operator!r}; known: {sorted(DEFINITIONS)}")
+        name = library_of(operator, device_type)
+        failure = None if name is None else _load(LIBRARIES[name].module)
+        if name is None:
+            cause = f"no library serves devices of type {device_type!r}", "run on 'cpu' or 'cuda'"
+            missing.setdefault(cause, []).append(operator)
+        elif failure is not None:
+            missing.setdefault((failure, LIBRARIES[name].remedy), []).append(operator)
+        else:
+            bound[operator] = IMPLEMENTATIONS[name, operator]
     return [
-        name for name in names if name.split(".")[0] == "precision_kernels" and name != "precision_kernels"
+        Violation(f"operators on {device_type}", tuple(names), problem, remedy)
+        for (problem, remedy), names in missing.items()
     ]
 
 
-def _is_module(package: str, name: str) -> bool:
-    if package.split(".")[0] != "precision_kernels":
-        return False
-    try:
-        return find_spec(f"{package}.{name}") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _table(device_type: str) -> dict[str, Implementation]:
-    if device_type not in _bound:
-        table: dict[str, Implementation] = {}
-        failures = (
-            [] if device_type in PROVIDERS else [f"there is no provider for device type {device_type!r}"]
-        )
-        for provider in PROVIDERS.get(device_type, ()):
-            try:
-                offered = importlib.import_module(provider).implementations()
-            except ImportError as error:
-                failures.append(f"{provider}: {error}")
-                logger.warning("on %s this provider of operators is not used: %s", device_type, failures[-1])
-                continue
-            unknown = sorted(set(offered) - set(OPERATORS))
-            if unknown:
-                raise ValueError(
-                    f"{provider}.implementations() offers unknown operators {unknown}; known: {OPERATORS}"
-                )
-            for operator, implementation in offered.items():
-                table.setdefault(operator, implementation)
-        _bound[device_type], _failures[device_type] = table, failures
+def table(device_type: str) -> MutableMapping[str, Implementation]:
+    """{operator: what is bound} on a device; operators whose library is missing are left out (a warning names it)."""
+    _bind_decided(DEFINITIONS, device_type)
     return _bound[device_type]
 
 
-def implementation(operator: str, device_type: str) -> Callable[..., Any]:
-    """The function bound to ``operator`` on ``device_type`` ("cpu", "cuda"); UnboundOperatorError if there
-    is none.
+def require(device_type: str, formats: Collection[str]) -> None:
+    """Bind every operator that a model with GEMMs in these formats ("fp8", "bf16", ...) needs on a device.
+
+    Raises UnboundOperatorError naming all that cannot be bound, so that a run ends before its first step. Without "fp8"
+    among the formats, operators on FP8 codes may be missing.
     """
+    needed = [name for name in DEFINITIONS if "fp8" in formats or name not in FP8_OPERATORS]
+    missing = _bind_decided(needed, device_type)
+    if missing:
+        raise UnboundOperatorError(device_type, missing)
+
+
+@overload
+def implementation(operator: str, device_type: str) -> Callable[..., Any]: ...
+@overload
+def implementation(operator: Callable[_P, _R], device_type: str) -> Callable[_P, _R]: ...
+def implementation(operator: str | Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """The function bound to an operator, given by its definition or by name, on ``device_type`` ("cpu", "cuda").
+
+    Raises UnboundOperatorError if there is none.
+    """
+    name = operator if isinstance(operator, str) else operator.__name__
     try:
-        chosen = _table(device_type)[operator]
-        return _reporting(operator, chosen) if _observers else chosen.function
+        chosen = _bound[device_type][name]
     except KeyError:
-        reasons = "; ".join(_failures[device_type]) or "its providers do not offer it"
-        raise UnboundOperatorError(
-            f"precision_kernels: operator {operator!r} has no implementation on {device_type!r} ({reasons}). "
-            "Install what is missing, or ask for the slow definition with "
-            f"precision_kernels.bind_reference({device_type!r})."
-        ) from None
+        missing = _bind_decided([name], device_type)
+        if missing:
+            raise UnboundOperatorError(device_type, missing) from None
+        chosen = _bound[device_type][name]
+    return _reporting(name, chosen) if _observers else chosen.function
 
 
 @contextmanager
@@ -229,27 +151,45 @@ def _reporting(operator: str, chosen: Implementation) -> Callable[..., Any]:
 
 def bind(operator: str, device_type: str, chosen: Implementation) -> None:
     """Bind an implementation by hand, before anything ran with another one: for tests and experiments."""
-    if operator not in OPERATORS:
-        raise ValueError(f"bind: unknown operator {operator!r}, known: {OPERATORS}")
-    _table(device_type)[operator] = chosen
+    if operator not in DEFINITIONS:
+        raise ValueError(f"bind: unknown operator {operator!r}, known: {sorted(DEFINITIONS)}")
+    _bound.setdefault(device_type, {})[operator] = chosen
+
+
+def bind_library(library: str, device_type: str, operators: Iterable[str] | None = None) -> None:
+    """Run ``operators`` (default: all that it offers) by a library of `bindings.LIBRARIES`, whatever the table says.
+
+    For machines without DeepGEMM, for tests and experiments; `bound_implementations` then says so. Raises ValueError
+    for a name that is not known or not offered, UnboundOperatorError if the library cannot be imported.
+    """
+    if library not in LIBRARIES:
+        raise ValueError(f"bind_library: unknown library {library!r}, known: {sorted(LIBRARIES)}")
+    failure = _load(LIBRARIES[library].module)
+    if failure is not None:
+        wanted = tuple(operators or [library])
+        missing = Violation(f"operators on {device_type}", wanted, failure, LIBRARIES[library].remedy)
+        raise UnboundOperatorError(device_type, [missing])
+    offered = {name: found for (owner, name), found in IMPLEMENTATIONS.items() if owner == library}
+    names = list(offered if operators is None else operators)
+    unknown = [name for name in names if name not in offered]
+    if unknown:
+        raise ValueError(f"bind_library: {library!r} does not offer {unknown}; it offers {sorted(offered)}")
+    for name in names:
+        bind(name, device_type, offered[name])
 
 
 def bind_reference(device_type: str) -> None:
     """Run every operator on ``device_type`` by its definition. `bound_implementations` then says so."""
-    from precision_kernels.reference import provider
-
-    for operator, chosen in provider.implementations().items():
-        bind(operator, device_type, chosen)
+    bind_library("reference", device_type)
 
 
 def bound_implementations(device_type: str) -> dict[str, str]:
     """``{operator: "name@version#sourcehash"}`` for everything bound on a device: goes into the attestation.
 
-    The entry "composition" names the code that puts operators together (`linear`, `feed_forward`, `heads`,
-    `coded`, `operators`, `distributions`).
+    The entry "composition" names the code that puts operators together (`autograd`).
     """
-    identities = {operator: chosen.identity for operator, chosen in _table(device_type).items()}
-    modules = ("linear", "feed_forward", "heads", "coded", "operators", "distributions")
-    composition = _modules_hash(*(f"precision_kernels.{module}" for module in modules))
+    identities = {operator: chosen.identity for operator, chosen in table(device_type).items()}
+    modules = ("linear", "low_rank", "feed_forward", "heads", "coded", "operators", "distributions")
+    composition = modules_hash(*(f"precision_kernels.autograd.{module}" for module in modules))
     identities["composition"] = f"precision_kernels@{version('rllib-llm')}#{composition}"
     return dict(sorted(identities.items()))

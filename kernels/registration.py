@@ -9,6 +9,7 @@ an operator that is to be differentiated itself raises (torch alone would warn, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,10 +40,17 @@ def operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., 
     return register
 
 
-def fake(registered: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: the function gives shapes and dtypes of what an operator returns, for torch.compile."""
+def fake(registered: torch._ops.OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the function gives shapes and dtypes of what an operator returns, for torch.compile.
+
+    It names the operator's parameters and no types: those are the operator's. Raises TypeError for other names.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        given = list(inspect.signature(function).parameters)
+        wanted = [argument.name for argument in registered._schema.arguments]
+        if given != wanted:
+            raise TypeError(f"fake of {registered.name()}: it takes {given}, the operator takes {wanted}")
         checked = _without_gradient(registered.name(), function)
         torch.library.register_fake(registered.name(), checked, lib=_LIBRARY)
         return function

@@ -4,7 +4,8 @@ Imports neither torch, ray nor vllm. Start with `load_policy("unified-fp8")`; do
 rest.
 """
 
-from .contract import Attestation, compare_attestations, weight_receipt_violations
+from .adapters import AdapterSpec
+from .contract import Attestation, compare_attestations
 from .diff import Difference
 from .errors import PolicyError, PrecisionMismatchError, PrecisionOverrideWarning, Violation
 from .loading import available, from_yaml, load_policy
@@ -12,6 +13,7 @@ from .plan import ModulePlan, Plan
 from .policy import PrecisionPolicy
 
 __all__ = [
+    "AdapterSpec",
     "Attestation",
     "Difference",
     "ModulePlan",
@@ -25,5 +27,4 @@ __all__ = [
     "compare_attestations",
     "from_yaml",
     "load_policy",
-    "weight_receipt_violations",
 ]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .coerce import FrozenDict
-from .environment import effective, environment, expected
+from .environment import UNSET, effective, environment, expected, switched
 from .errors import PolicyError, PrecisionMismatchError, PrecisionOverrideWarning, Violation
+from .hashing import differing
 
 if TYPE_CHECKING:
     from .policy import PrecisionPolicy
@@ -113,20 +114,6 @@ def _pair(policy: PrecisionPolicy, a: Attestation, b: Attestation) -> Iterator[V
         yield from _field("tensor_parallel", a, b, "use one layout: partial sums are added in another order")
 
 
-def weight_receipt_violations(
-    sent: Mapping[str, str], held: Mapping[str, str], side: str = "rollout"
-) -> list[Violation]:
-    """Differences between the hashes of tensors sent (name -> hash) and of those that `side` holds."""
-    found = []
-    for name in sorted(sent.keys() | held.keys()):
-        ours, theirs = sent.get(name, ABSENT), held.get(name, ABSENT)
-        if ours != theirs:
-            problem = f"train sent {ours}, {side} holds {theirs}"
-            remedy = "send all weights again; if it stays, the engine changes them on load"
-            found.append(Violation(f"weights.{name}", ours, problem, remedy))
-    return found
-
-
 def _field(name: str, a: Attestation, b: Attestation, remedy: str) -> Iterator[Violation]:
     yield from _differs(name, a, getattr(a, name), b, getattr(b, name), remedy)
 
@@ -155,6 +142,8 @@ def _environment(policy: PrecisionPolicy, side: Attestation) -> Iterator[Violati
     required = environment(policy, side.engine, side.device) if side.engine and side.device else {}
     for name in sorted(wanted.keys() & side.environment.keys() | required.keys()):
         value = side.environment.get(name, ABSENT)
+        if value in (ABSENT, UNSET) and switched(name, side.environment):
+            continue
         if effective(name, value) != wanted[name]:
             problem = f"the policy wants {wanted[name]!r}"
             remedy = f"start the process with {name}={wanted[name]} (policy.environment() gives all of them)"
@@ -164,17 +153,16 @@ def _environment(policy: PrecisionPolicy, side: Attestation) -> Iterator[Violati
 def _pairwise(
     name: str, a: Attestation, b: Attestation, remedy: str, without: Collection[str] = ()
 ) -> Iterator[Violation]:
-    ours, theirs = getattr(a, name), getattr(b, name)
-    for key in sorted((ours.keys() & theirs.keys()).difference(without)):
-        yield from _differs(f"{name}.{key}", a, ours[key], b, theirs[key], remedy)
+    for key, (ours, theirs) in differing(getattr(a, name), getattr(b, name)).items():
+        if ours is not None and theirs is not None and key not in without:
+            yield from _differs(f"{name}.{key}", a, ours, b, theirs, remedy)
 
 
 def _operators(policy: PrecisionPolicy, a: Attestation, b: Attestation) -> Iterator[Violation]:
-    ours, theirs = a.operators, b.operators
     remedy = "bind the same implementation on both sides, or override it with a reason (operator_overrides)"
-    for op in sorted(ours.keys() | theirs.keys()):
-        one, other = ours.get(op, ABSENT), theirs.get(op, ABSENT)
-        if one == other or (ABSENT in (one, other) and not policy.exactly_on_policy):
+    for op, (ours, theirs) in differing(a.operators, b.operators).items():
+        one, other = (ABSENT if side is None else side for side in (ours, theirs))
+        if ABSENT in (one, other) and not policy.exactly_on_policy:
             continue  # formats differ by policy, so one side may need operators that the other does not
         if op in policy.operator_overrides:
             text = f"operator '{op}' differs by override: {a.side} {one}, {b.side} {other}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .adapters import adapter_formats
 from .environment import expected
+from .memory import MASTER_BYTES, MOMENT_BYTES
 from .schema import BLOCK
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ _CLASS = {
     "activation": "MLP activation",
     "router": "routers",
     "kv_cache": "KV cache",
+    "adapters": "adapters",
 }
 _KEY = {
     "train_forward": "training forward",
@@ -42,6 +46,7 @@ _KEY = {
     "wgrad": "weight-gradient GEMM (wgrad)",
     "saved": "saved for backward",
     "residual": "residual stream",
+    "inner": "A x",
 }
 _SUBJECT = {
     "linear.rollout_forward": "rollout weights",
@@ -70,13 +75,13 @@ _WORDS = {
     "warn": "is logged",
     "correct": "switches the correction on",
 }
-_BYTES = {"fp8": 1 + 4 / BLOCK, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "bfloat16": 2.0, "float32": 4.0}
+_BYTES = {"fp8": 1 + 4 / BLOCK, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
 _OWN = ("schema_version", "name", "description")
 
 
 def diff(ours: PrecisionPolicy, theirs: PrecisionPolicy) -> list[Difference]:
     """See PrecisionPolicy.diff. Keys in the order of the tree, then what follows from the whole."""
-    a, b = _flatten(ours.to_dict()), _flatten(theirs.to_dict())
+    a, b = _flatten(_said(ours)), _flatten(_said(theirs))
     found = []
     for key in [k for k in a if k not in _OWN] + [k for k in b if k not in a]:
         one, other = a.get(key), b.get(key)
@@ -84,6 +89,11 @@ def diff(ours: PrecisionPolicy, theirs: PrecisionPolicy) -> list[Difference]:
             text = f"{_subject(key)}: {_show(ours, key, one)} → {_show(theirs, key, other)}"
             found.append(Difference(key, one, other, text + _effect(key, one, other)))
     return found + _derived(ours, theirs) if found else []
+
+
+def _said(policy: PrecisionPolicy) -> dict[str, Any]:
+    """The policy's tree with what a null of `adapters` stands for."""
+    return {**policy.to_dict(), "adapters": dataclasses.asdict(adapter_formats(policy))}
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -125,12 +135,16 @@ def _show(policy: PrecisionPolicy, key: str, value: Any) -> str:
 def _effect(key: str, one: Any, other: Any) -> str:
     """What a change of format costs or saves in memory, where it is a ratio of stored bytes."""
     stored = {
-        "linear.rollout_forward": "weight bytes in the engine and on the wire",
-        "linear.saved": "bytes saved",
+        "linear.rollout_forward": ("weight bytes in the engine and on the wire", _BYTES),
+        "linear.saved": ("bytes saved", _BYTES),
+        "master_dtype": ("bytes of master weights", MASTER_BYTES),
+        "optimizer_state_dtype": ("bytes of moments", MOMENT_BYTES),
     }
-    stored |= {"master_dtype": "bytes of master weights", "optimizer_state_dtype": "bytes of moments"}
-    if key in stored and _BYTES[one] != _BYTES[other]:
-        return f" ({stored[key]} ×{_BYTES[other] / _BYTES[one]:.2f})"
+    if key not in stored:
+        return ""
+    what, sizes = stored[key]
+    if sizes[one] != sizes[other]:
+        return f" ({what} ×{sizes[other] / sizes[one]:.2f})"
     return ""
 
 

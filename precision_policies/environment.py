@@ -6,7 +6,7 @@ The engine sets them before it starts a process and reads them back in that proc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -28,6 +28,8 @@ class Variable:
 
     unset: the value that has the same effect as the variable being unset; None if there is none that can be
     relied on in every supported version, so that the variable has to be set.
+    switches: (name, value) of settings inside a process that together have the effect of the variable's value where
+    that is unset; a process states them in its attestation, beside the variables.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Variable:
     value: Callable[[PrecisionPolicy], str]
     why: str
     unset: str | None = None
+    switches: tuple[tuple[str, str], ...] = ()
 
 
 def _always(text: str) -> Callable[[PrecisionPolicy], str]:
@@ -43,9 +46,18 @@ def _always(text: str) -> Callable[[PrecisionPolicy], str]:
 
 
 _BOTH = ("torch", "vllm")
+_NO_TF32 = (
+    ("torch.backends.cuda.matmul.fp32_precision", "ieee"),
+    ("torch.backends.cudnn.fp32_precision", "ieee"),
+)
 TABLE: tuple[Variable, ...] = (
     Variable(
-        "NVIDIA_TF32_OVERRIDE", _BOTH, ("cuda",), _always("0"), "1 makes every fp32 cuBLAS GEMM a TF32 one"
+        "NVIDIA_TF32_OVERRIDE",
+        _BOTH,
+        ("cuda",),
+        _always("0"),
+        "1 makes every fp32 cuBLAS GEMM a TF32 one",
+        switches=_NO_TF32,
     ),
     Variable(
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -54,6 +66,7 @@ TABLE: tuple[Variable, ...] = (
         _always("0"),
         "1 allows TF32 whatever the program says",
         "0",
+        switches=_NO_TF32,
     ),
     Variable(
         "TRITON_F32_DEFAULT",
@@ -150,3 +163,9 @@ def effective(name: str, value: str) -> str:
     """`value` as read back, with an unset variable replaced by what being unset means, where that is sure."""
     known = next((v.unset for v in TABLE if v.name == name), None)
     return known if value == UNSET and known is not None else value
+
+
+def switched(name: str, stated: Mapping[str, str]) -> bool:
+    """Whether a process that states these values has the effect of a variable by its switches instead."""
+    switches = next((v.switches for v in TABLE if v.name == name), ())
+    return bool(switches) and all(stated.get(switch) == value for switch, value in switches)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that is wrong: where (`key`), what stands there (`value`), why, and what to do about it."""
+    """One thing that is wrong: where (`key`), what stands there (`value`), why, and what to do about it.
+
+    key: dotted name of a setting; empty where it is none (a file, an override). value: `MISSING` is not shown.
+    remedy: empty where `problem` already says it.
+    """
 
     key: str
     value: object
     problem: str
-    remedy: str
+    remedy: str = ""
 
     def __str__(self) -> str:
         shown = "" if self.value is MISSING else f" = {shorten(self.value)}"
-        return f"{self.key}{shown}: {self.problem} -> {self.remedy}"
+        start = f"{self.key}{shown}: " if self.key else ""
+        return f"{start}{self.problem}{f' -> {self.remedy}' if self.remedy else ''}"
 
 
 class _Missing:
@@ -32,34 +38,32 @@ class _Missing:
 MISSING = _Missing()
 
 
-class _ListOfViolations:
+class InputError(Exception):
+    """What somebody gave cannot be used, and the text says what to do: command lines end with status 2."""
+
+
+class ListOfViolations(Exception):
+    """An error whose text is a numbered list. subject: what was checked. violations: everything found."""
+
+    noun = "violation"
     violations: tuple[Violation, ...]
 
-    def _message(self, subject: str, violations: Sequence[Violation]) -> str:
-        count = f"{len(violations)} violation{'s' if len(violations) != 1 else ''}"
-        return "\n".join([f"{subject}: {count}", *(f"  {i}. {v}" for i, v in enumerate(violations, 1))])
+    def __init__(self, subject: str, violations: Iterable[Violation]):
+        self.subject, self.violations = subject, tuple(violations)
+        count = f"{len(self.violations)} {self.noun}{'s' if len(self.violations) != 1 else ''}"
+        lines = [f"  {number}. {violation}" for number, violation in enumerate(self.violations, 1)]
+        super().__init__("\n".join([f"{subject}: {count}", *lines]))
+
+    def __reduce__(self) -> Any:  # crosses process boundaries (Ray) as what it is
+        return type(self), (self.subject, self.violations)
 
 
-class PolicyError(_ListOfViolations, ValueError):
+class PolicyError(ListOfViolations, InputError, ValueError):
     """A policy, a policy file or a policy on a model that cannot be; `.violations` lists everything found."""
 
-    def __init__(self, subject: str, violations: Iterable[Violation]):
-        self.subject, self.violations = subject, tuple(violations)
-        super().__init__(self._message(subject, self.violations))
 
-    def __reduce__(self):  # crosses process boundaries (Ray) as what it is
-        return type(self), (self.subject, self.violations)
-
-
-class PrecisionMismatchError(_ListOfViolations, RuntimeError):
+class PrecisionMismatchError(ListOfViolations, RuntimeError):
     """Two sides of a run that do not compute under the same precision contract; `.violations` lists all."""
-
-    def __init__(self, subject: str, violations: Iterable[Violation]):
-        self.subject, self.violations = subject, tuple(violations)
-        super().__init__(self._message(subject, self.violations))
-
-    def __reduce__(self):
-        return type(self), (self.subject, self.violations)
 
 
 class PrecisionOverrideWarning(UserWarning):
@@ -67,13 +71,17 @@ class PrecisionOverrideWarning(UserWarning):
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """`repr`, cut to `limit` characters so that a hostile value cannot flood a message."""
+    """`repr`, cut in its middle to `limit` characters, so that a hostile value cannot flood a message and a path keeps
+    the name of its file."""
     text = (
         repr(value)
         if not isinstance(value, dict | list | tuple) or len(value) < 32
         else f"<{len(value)} entries>"
     )
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    if len(text) <= limit:
+        return text
+    tail = limit // 2
+    return f"{text[: limit - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def closest(word: object, options: Iterable[str]) -> str:

@@ -15,29 +15,44 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import models
+from .adapters import A, B, adapter_formats
 from .errors import PolicyError, Violation
 from .graph_tensors import Label, Labels
 from .plan import ModulePlan, Plan
 
 if TYPE_CHECKING:
+    from .adapters import AdapterSpec
     from .policy import PrecisionPolicy
 
 Side = Literal["train", "rollout"]
 
 
-def training_graph(policy: PrecisionPolicy, model_config: Any, layers: Sequence[int] | None = None) -> Any:
-    """G_train, forward and backward. `layers` limits it to some decoder layers (all by default)."""
+def training_graph(
+    policy: PrecisionPolicy,
+    model_config: Any,
+    layers: Sequence[int] | None = None,
+    adapter: AdapterSpec | None = None,
+) -> Any:
+    """G_train, forward and backward. `layers` limits it to some decoder layers (all by default).
+
+    adapter: low-rank adapters are trained, and nothing else.
+    """
     from .graph_backward import add_backward
 
-    builder = GraphBuilder(policy, model_config, "train", layers)
+    builder = GraphBuilder(policy, model_config, "train", layers, adapter)
     builder.build()
     add_backward(builder)
     return builder.graph
 
 
-def inference_graph(policy: PrecisionPolicy, model_config: Any, layers: Sequence[int] | None = None) -> Any:
-    """G_infer. `layers` as in `training_graph`."""
-    builder = GraphBuilder(policy, model_config, "rollout", layers)
+def inference_graph(
+    policy: PrecisionPolicy,
+    model_config: Any,
+    layers: Sequence[int] | None = None,
+    adapter: AdapterSpec | None = None,
+) -> Any:
+    """G_infer. `layers` and `adapter` as in `training_graph`."""
+    builder = GraphBuilder(policy, model_config, "rollout", layers, adapter)
     builder.build()
     return builder.graph
 
@@ -51,12 +66,17 @@ class GraphBuilder:
     """Builds the forward part of one side, and remembers what the backward part needs."""
 
     def __init__(
-        self, policy: PrecisionPolicy, model_config: Any, side: Side, layers: Sequence[int] | None
+        self,
+        policy: PrecisionPolicy,
+        model_config: Any,
+        side: Side,
+        layers: Sequence[int] | None,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         import networkx
 
         self.policy, self.side, self.config = policy, side, models.config_dict(model_config)
-        self.plan: Plan = policy.resolve(self.config)
+        self.plan: Plan = policy.resolve(self.config, adapter)
         self.labels = Labels(policy)
         count = models.num_layers(self.config)
         self.layers = tuple(range(count) if layers is None else layers)
@@ -226,6 +246,22 @@ class GraphBuilder:
             self.edge(operand if fp8 else source, name, "x", self.labels.activation(formats[name]))
             self.weight(name, row)
             self.linears.append((name, source, row))
+            self._adapter(name, source, layer)
+
+    def _adapter(self, name: str, source: str, layer: int) -> None:
+        """The two GEMMs of a linear's adapter, if it has one; the linear's own node adds their product."""
+        first, second = f"{name}.{A}", f"{name}.{B}"
+        if first not in self.plan:
+            return
+        formats = adapter_formats(self.policy)
+        for node, of in ((first, source), (second, first)):
+            row = self.plan[node]
+            self.node(node, "linear", layer)
+            tensor, label = ("x", row.train_forward) if node == first else ("A x", formats.inner)
+            self.edge(of, node, tensor, self.labels.plain(label))
+            self.weight(node, row)
+            self.linears.append((node, of, row))
+        self.edge(second, name, "B A x", self.labels.plain("fp32"))
 
     # ---- primitives -----------------------------------------------------------------------------------------
 
@@ -233,6 +269,10 @@ class GraphBuilder:
     def format_key(self) -> str:
         """The attribute of a plan's row that holds this side's forward format."""
         return f"{self.side}_forward"
+
+    def trained(self, row: ModulePlan) -> bool:
+        """Whether a module has a master weight and a gradient: where there are adapters, only they have."""
+        return self.plan.adapter is None or row.kind == "adapter"
 
     def next_row(self) -> None:
         """Go down one row; every possible quantiser has a row of its own, so that the sides stay aligned."""
@@ -253,7 +293,7 @@ class GraphBuilder:
         label = self.labels.weight(format)
         self.node(held, "weight", layer, "weight")
         self.edge(held, module, "W", label, "weight")
-        if self.side == "train":
+        if self.side == "train" and self.trained(row):
             master, rounded = f"{held}.master", f"{held}.round"
             self.node(master, "master_weight", layer, "weight")
             self.node(rounded, "round", layer, "weight")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .adapters import B
 from .graph_tensors import Label
 
 if TYPE_CHECKING:
@@ -54,12 +55,14 @@ def _mirror(builder: GraphBuilder, name: str, op: str) -> None:
 
 def _gemms(builder: GraphBuilder, name: str, row: ModulePlan, source: str) -> None:
     labels, dgrad, wgrad = builder.labels, f"{name}.dgrad", f"{name}.wgrad"
+    trained = builder.trained(row)
     _node(builder, dgrad, "dgrad", name)
-    _node(builder, wgrad, "wgrad", name)
+    if trained:
+        _node(builder, wgrad, "wgrad", name)
     _node(builder, f"{name}.grad", "grad", name)  # where dY arrives
     for gemm, format, label in (
         (dgrad, row.dgrad, labels.activation(row.dgrad)),
-        (wgrad, row.wgrad, labels.column(row.wgrad)),
+        *([(wgrad, row.wgrad, labels.column(row.wgrad))] if trained else []),
     ):
         feeding = f"{name}.grad"
         if format == "fp8":
@@ -68,6 +71,8 @@ def _gemms(builder: GraphBuilder, name: str, row: ModulePlan, source: str) -> No
             builder.edge(f"{name}.grad", feeding, "dY", labels.gradient, "gradient")
         builder.edge(feeding, gemm, "dY", label, "gradient")
     _weight_operand(builder, f"{name}.weight", row, dgrad)
+    if not trained:
+        return
     _saved_input(builder, row, source, wgrad)
     builder.edge(wgrad, _optimizer(builder), f"d {name}.weight", labels.plain("fp32"), "gradient")
 
@@ -112,6 +117,13 @@ def _incoming(builder: GraphBuilder, name: str, inputs: dict[str, str]) -> None:
     leaving = f"{name}.dgrad" if name in inputs else f"{name}.backward"
     for source, _, tensor, data in list(graph.in_edges(name, keys=True, data=True)):
         if data["role"] not in ("activation", "residual") or graph.nodes[source]["phase"] != "forward":
+            continue
+        if (
+            source in inputs and inputs[source] != name and source.endswith(f".{B}")
+        ):  # the product that is added
+            builder.edge(
+                f"{name}.grad", f"{source}.grad", f"d {tensor} of {name}", labels.gradient, "gradient"
+            )
             continue
         origin = inputs.get(name, source)  # past the quantiser, which passes gradients through
         target = f"{origin}.grad" if origin in inputs else f"{origin}.backward"

@@ -10,6 +10,7 @@ from .graph import forward_part, inference_graph, training_graph
 from .graph_tensors import Label
 
 if TYPE_CHECKING:
+    from .adapters import AdapterSpec
     from .policy import PrecisionPolicy
 
 _LABEL = ("dtype", "granularity", "scale_format", "layout")
@@ -39,16 +40,12 @@ def differing_edges(train: Any, infer: Any) -> list[EdgeDifference]:
     return sorted(found, key=lambda d: (order[d.target], order[d.source], d.tensor))
 
 
-def is_subgraph(train: Any, infer: Any) -> bool:
-    """Whether every operator and tensor of `infer` is, with equal attributes, in the forward of `train`."""
-    forward = forward_part(train)
-    nodes = all(name in forward and forward.nodes[name] == data for name, data in infer.nodes(data=True))
-    return nodes and not list(_only_in(infer, forward))
-
-
-def compare(policy: PrecisionPolicy, model_config: Any) -> list[EdgeDifference]:
+def compare(
+    policy: PrecisionPolicy, model_config: Any, adapter: AdapterSpec | None = None
+) -> list[EdgeDifference]:
     """`differing_edges` of the two graphs of a policy; empty exactly if G_infer is a subgraph."""
-    return differing_edges(training_graph(policy, model_config), inference_graph(policy, model_config))
+    sides = (training_graph, inference_graph)
+    return differing_edges(*(graph(policy, model_config, adapter=adapter) for graph in sides))
 
 
 def _only_in(infer: Any, forward: Any) -> Iterator[EdgeDifference]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from .schema import FORMAT_OF_DTYPE
+from .schema import FORMAT_OF_DTYPE, FORMAT_OF_MASTER
 
 if TYPE_CHECKING:
     from .policy import PrecisionPolicy
@@ -51,7 +51,7 @@ class Labels:
     @property
     def master(self) -> Label:
         """Master weights."""
-        return Label(FORMAT_OF_DTYPE[self.policy.master_dtype])
+        return Label(FORMAT_OF_MASTER[self.policy.master_dtype])
 
     def plain(self, format: str) -> Label:
         """A tensor in a format other than fp8."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,12 +28,20 @@ class ModuleSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes the decoder of one `model_type` from Llama's."""
+    """What distinguishes the decoder of one `model_type` from Llama's.
 
+    The one list of families: the planner knows all of them, `rllib_llm.models` builds those with a `causal_lm`.
+    """
+
+    causal_lm: str = ""  # transformers' class of a family that is trained and sampled here; "": planned only
     qkv_bias: bool | str = "attention_bias"  # constant, or the config key that says it
     o_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
     head_dim: int | None = None  # default when the config does not say; None: hidden_size / heads
+    kv_heads: int | None = (
+        None  # default when the key is left out; None: as many as heads, which null always means
+    )
+    windowed: str = ""  # "": no layer has a sliding window; "layers": those that `layer_types` says; "all"
     qk_norm: bool = False
     feedforward_norms: bool = False
     activation: str = "silu_mul"
@@ -46,26 +54,29 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(mlp_bias="mlp_bias"),
-    "mistral": Family(qkv_bias=False, o_bias=False),
-    "qwen2": Family(qkv_bias=True, o_bias=False),
-    "qwen3": Family(head_dim=128, qk_norm=True),
-    "gemma": Family(head_dim=256, activation="gelu_mul", tied=True),
-    "gemma2": Family(head_dim=256, activation="gelu_mul", tied=True, feedforward_norms=True),
+    "llama": Family("LlamaForCausalLM", mlp_bias="mlp_bias"),
+    "mistral": Family("MistralForCausalLM", qkv_bias=False, o_bias=False, kv_heads=8, windowed="all"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, o_bias=False, kv_heads=32, windowed="layers"),
+    "qwen3": Family("Qwen3ForCausalLM", head_dim=128, kv_heads=32, qk_norm=True, windowed="layers"),
+    "gemma": Family(head_dim=256, kv_heads=16, activation="gelu_mul", tied=True),
+    "gemma2": Family(head_dim=256, kv_heads=4, activation="gelu_mul", tied=True, feedforward_norms=True),
     "gemma3_text": Family(
-        head_dim=256, activation="gelu_mul", tied=True, feedforward_norms=True, qk_norm=True
+        head_dim=256, kv_heads=4, activation="gelu_mul", tied=True, feedforward_norms=True, qk_norm=True
     ),
     "mixtral": Family(
         qkv_bias=False,
         o_bias=False,
+        kv_heads=8,
         experts=True,
         expert_dim="intermediate_size",
         expert_block="block_sparse_moe",
         expert_names=("w1", "w3", "w2"),
     ),
-    "qwen2_moe": Family(qkv_bias="qkv_bias", o_bias=False, experts=True, shared_expert=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
+    "qwen2_moe": Family(qkv_bias="qkv_bias", o_bias=False, kv_heads=16, experts=True, shared_expert=True),
+    "qwen3_moe": Family(kv_heads=4, qk_norm=True, experts=True),
 }
+BUILT: tuple[str, ...] = tuple(kind for kind, family in FAMILIES.items() if family.causal_lm)
+"""Values of `model_type` that `rllib_llm.models` builds; the others are planned only."""
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _EXPERTS = ("num_experts", "num_local_experts")  # config.json and transformers' to_dict differ in the name
@@ -93,8 +104,8 @@ def modules_of(model_config: Any) -> list[ModuleSpec]:
         needed += (family.expert_dim, next((key for key in _EXPERTS if config.get(key)), _EXPERTS[0]))
     found = [v for key in needed if (v := _not_a_size(key, config.get(key, MISSING)))]
     if not found:
-        heads, kv = config["num_attention_heads"], _kv_heads(config)
-        sizes = {"num_key_value_heads": kv, "head_dim": _head_dim(config, family)}
+        heads, kv = config["num_attention_heads"], kv_heads(config, family)
+        sizes = {"num_key_value_heads": kv, "head_dim": head_dim(config, family)}
         found = [v for key, value in sizes.items() if (v := _not_a_size(key, value))]
         if not found and heads % kv:
             found.append(Violation("num_key_value_heads", kv, f"does not divide {heads} heads", "correct it"))
@@ -136,8 +147,9 @@ def _not_a_size(key: str, value: Any) -> Violation | None:
     )
 
 
-def _kv_heads(config: dict[str, Any]) -> Any:
-    value = config.get("num_key_value_heads")
+def kv_heads(config: Mapping[str, Any], family: Family) -> Any:
+    """Heads of keys and values, as transformers reads the key, its absence and its null."""
+    value = config.get("num_key_value_heads", family.kv_heads)
     return config["num_attention_heads"] if value is None else value
 
 
@@ -145,13 +157,15 @@ def _num_experts(config: dict[str, Any]) -> int:
     return next(int(config[key]) for key in _EXPERTS if config.get(key))
 
 
-def _head_dim(config: dict[str, Any], family: Family) -> Any:
+def head_dim(config: Mapping[str, Any], family: Family) -> Any:
+    """Width of one head."""
     value = config.get("head_dim")
     default = family.head_dim or config["hidden_size"] // config["num_attention_heads"]
     return default if value is None else value
 
 
-def _flag(config: dict[str, Any], source: bool | str) -> bool:
+def flag(config: Mapping[str, Any], source: bool | str) -> bool:
+    """A switch of a family: a constant, or what the config says under a key."""
     if isinstance(source, bool):
         return source
     value = config.get(source)
@@ -172,14 +186,14 @@ def _modules(config: dict[str, Any], family: Family) -> Iterator[ModuleSpec]:
 
 
 def _attention(config: dict[str, Any], family: Family, layer: int) -> Iterator[ModuleSpec]:
-    hidden, head = config["hidden_size"], _head_dim(config, family)
+    hidden, head = config["hidden_size"], head_dim(config, family)
     heads = config["num_attention_heads"]
-    kv = _kv_heads(config)
+    kv = kv_heads(config, family)
     prefix, fused = f"model.layers.{layer}", f"model.layers.{layer}.self_attn.qkv_proj"
-    bias = _flag(config, family.qkv_bias)
+    bias = flag(config, family.qkv_bias)
     for name, rows in (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)):
         yield ModuleSpec(f"{prefix}.self_attn.{name}", "linear", (rows * head, hidden), bias, layer, fused)
-    o_bias = _flag(config, family.o_bias)
+    o_bias = flag(config, family.o_bias)
     yield ModuleSpec(f"{prefix}.self_attn.o_proj", "linear", (hidden, heads * head), o_bias, layer)
     if family.qk_norm:
         for name in ("q_norm", "k_norm"):
@@ -199,7 +213,7 @@ def _is_sparse(config: dict[str, Any], family: Family, layer: int) -> bool:
 def _feedforward(config: dict[str, Any], family: Family, layer: int) -> Iterator[ModuleSpec]:
     prefix, hidden = f"model.layers.{layer}", config["hidden_size"]
     if not _is_sparse(config, family, layer):
-        bias = _flag(config, family.mlp_bias)
+        bias = flag(config, family.mlp_bias)
         yield from _gated(f"{prefix}.mlp", hidden, config["intermediate_size"], bias, layer)
         return
     block, count, inner = f"{prefix}.{family.expert_block}", _num_experts(config), config[family.expert_dim]

@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from . import models
+from .adapters import A, AdapterSpec, B, adapter_formats, places
 from .errors import PolicyError, Violation
 from .exempt import resolve_patterns
+from .hashing import canonical_hash
 from .models import ModuleSpec
-from .policy import canonical_hash
-from .schema import BLOCK, FORMAT_OF_DTYPE
+from .schema import BLOCK, FORMAT_OF_DTYPE, FORMAT_OF_MASTER
 
 if TYPE_CHECKING:
     from .policy import PrecisionPolicy
@@ -24,9 +25,9 @@ class ModulePlan:
     """Formats of one module. Formats are "fp8" | "bf16" | "fp16" | "fp32"; scale_format matters where one is
     fp8.
 
-    shape is (out, in) of linear, expert, router and lm_head, (vocab, hidden) of an embedding, (dim,) of a
-    norm; padded_shape is what the GEMM sees (zeros appended). exempt_reason says why a linear is not what
-    `linear` says.
+    shape is (out, in) of linear, expert, router, lm_head and the factors of an adapter, (vocab, hidden) of an
+    embedding, (dim,) of a norm; padded_shape is what the GEMM sees (zeros appended). exempt_reason says why a linear
+    is not what `linear` says.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Plan:
     policy_fingerprint: str
     model_type: str
     modules: tuple[ModulePlan, ...]
+    adapter: AdapterSpec | None = None
 
     def __getitem__(self, name: str) -> ModulePlan:
         try:
@@ -83,8 +85,14 @@ class Plan:
 
     @functools.cached_property
     def hash(self) -> str:
-        """sha256 (hex) over all rows: equal plans, and only these, have equal hashes."""
-        return canonical_hash([_values(row) for row in self.modules])
+        """sha256 (hex) over all rows, and the adapters' rank and scale: equal plans, and only these, have equal
+        hashes."""
+        rows = [_values(row) for row in self.modules]
+        if self.adapter is None:
+            return canonical_hash(rows)
+        return canonical_hash(
+            {"modules": rows, "adapter": {"rank": self.adapter.rank, "scale": self.adapter.scale}}
+        )
 
     @property
     def exempt(self) -> tuple[str, ...]:
@@ -93,8 +101,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` of it is equal to this plan."""
-        head = {"policy_name": self.policy_name, "policy_fingerprint": self.policy_fingerprint}
+        head: dict[str, Any] = {
+            "policy_name": self.policy_name,
+            "policy_fingerprint": self.policy_fingerprint,
+        }
         rows = [[list(v) if type(v) is tuple else v for v in _values(row)] for row in self.modules]
+        if self.adapter is not None:
+            head["adapter"] = self.adapter.to_dict()
         return {
             **head,
             "model_type": self.model_type,
@@ -113,7 +126,8 @@ class Plan:
                 [tuple(v) if isinstance(v, list) else v for v in row] for row in data["modules"]
             ]
             head = (data["policy_name"], data["policy_fingerprint"], data["model_type"])
-            plan = cls(*head, modules=tuple(ModulePlan(*row) for row in rows))
+            adapter = AdapterSpec.from_dict(data["adapter"]) if "adapter" in data else None
+            plan = cls(*head, modules=tuple(ModulePlan(*row) for row in rows), adapter=adapter)
             stated, found = data["hash"], plan.hash
         except (KeyError, TypeError, ValueError) as error:
             violation = Violation(
@@ -128,18 +142,26 @@ class Plan:
         return plan
 
 
-def resolve(policy: PrecisionPolicy, model_config: Any) -> Plan:
+def resolve(policy: PrecisionPolicy, model_config: Any, adapter: AdapterSpec | None = None) -> Plan:
     """The plan of `policy` on a model; see PrecisionPolicy.resolve."""
     config = models.config_dict(model_config)
     specs = models.modules_of(config)
     reasons, violations = _exemptions(policy, specs, models.num_layers(config))
     if models.is_tied(config):
         violations += _tied(policy)
+    adapted: list[ModuleSpec] = []
+    if adapter is not None:
+        adapted, unknown = places(adapter, [spec for spec in specs if spec.kind == "linear"])
+        violations += unknown
     if violations:
         raise PolicyError(f"policy '{policy.name}' on a {config['model_type']} model", violations)
     rows = _Rows(policy)
-    modules = tuple(rows.row(spec, reasons.get(spec.name)) for spec in specs)
-    return Plan(policy.name, policy.fingerprint, config["model_type"], modules)
+    modules = [rows.row(spec, reasons.get(spec.name)) for spec in specs]
+    for spec in adapted:
+        assert adapter is not None  # there are places for it
+        modules += rows.adapter(spec, adapter.rank)
+    modules.sort(key=operator.attrgetter("name"))
+    return Plan(policy.name, policy.fingerprint, config["model_type"], tuple(modules), adapter)
 
 
 class _Rows:
@@ -157,6 +179,7 @@ class _Rows:
         head = p.lm_head
         self.exempt = (own,) * 5
         self.scale_format = p.scale_format
+        self.adapters = adapter_formats(p)
         self.formats = {
             "linear": linear,
             "expert": linear,
@@ -165,7 +188,7 @@ class _Rows:
                 p.embedding.train_forward,
                 p.embedding.rollout_forward,
                 own,
-                FORMAT_OF_DTYPE[p.master_dtype],
+                FORMAT_OF_MASTER[p.master_dtype],
                 own,
             ),
             "norm": (p.norm.train_forward, p.norm.rollout_forward, own, p.norm.statistics, p.norm.saved),
@@ -177,6 +200,16 @@ class _Rows:
         padded = tuple(_ceil(n) for n in spec.shape) if "fp8" in formats else spec.shape
         name, kind, shape, bias = spec[:4]
         return ModulePlan(name, kind, shape, bias, *formats, self.scale_format, padded, reason, spec.tied_to)
+
+    def adapter(self, spec: ModuleSpec, rank: int) -> list[ModulePlan]:
+        """The rows of A [rank, in] and B [out, rank] of a linear."""
+        a = self.adapters
+        formats = (a.weight, a.weight, a.dgrad, a.wgrad, a.saved)
+        shapes = {A: (rank, spec.shape[1]), B: (spec.shape[0], rank)}
+        return [
+            ModulePlan(f"{spec.name}.{factor}", "adapter", shape, False, *formats, self.scale_format, shape)
+            for factor, shape in shapes.items()
+        ]
 
 
 def _ceil(n: int) -> int:

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import types
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import coerce, rules, schema
+from .adapters import formats_of
 from .errors import PolicyError, PrecisionOverrideWarning, Violation
+from .hashing import canonical_hash
 from .schema import doc
 
 if TYPE_CHECKING:
+    from .adapters import AdapterSpec
     from .diff import Difference
     from .plan import Plan
 
@@ -39,8 +40,14 @@ class PrecisionPolicy:
     )
     compute_dtype: schema.Dtype = doc("activations between operators")
     gradient_dtype: schema.Dtype = doc("gradients between operators")
-    master_dtype: schema.StateDtype = doc("the weights that the optimizer updates")
-    optimizer_state_dtype: schema.StateDtype = doc("moments of the optimizer")
+    master_dtype: schema.MasterDtype = doc(
+        "the weights that the optimizer updates. split_float32: the numbers of float32 bit by bit, stored as their "
+        "bfloat16 rounding, which is what is computed with, and a 16-bit remainder: no rounded copy is held"
+    )
+    optimizer_state_dtype: schema.MomentDtype = doc(
+        "moments of the optimizer; its arithmetic is float32. bfloat16_stochastic: rounded up or down at random, right "
+        "on average; blockwise_8bit: so too, in 8 bits with one scale per 128 elements"
+    )
     loss_scaling: schema.LossScaling | None = doc("dynamic loss scale for fp16 gradients, or null")
     quantisation: schema.Quantisation = doc("how fp8 operands are made")
     linear: schema.Linear = doc("projections of attention and MLP, and MoE experts")
@@ -54,6 +61,12 @@ class PrecisionPolicy:
     exempt: schema.Exempt = doc("linear modules that stay in compute_dtype")
     ragged: Literal["pad", "exempt", "refuse"] = doc(
         "linear dimensions not multiples of 128. pad: with zeros; exempt: compute_dtype; refuse: an error"
+    )
+    adapters: schema.Adapters | None = dataclasses.field(
+        default=None,  # policies written before there were adapters have no such key
+        metadata=schema.described(
+            "low-rank adapters, if the run trains some; null: all of it in compute_dtype"
+        ),
     )
     logprobs: schema.Logprobs = doc("what the log-probability of a sampled token means")
     correction: schema.Correction = doc("importance correction of off-policy numerics")
@@ -101,6 +114,8 @@ class PrecisionPolicy:
         del tree["name"], tree["description"], tree["correction"]["accept_uncorrected"]
         tree["operator_overrides"] = sorted(tree["operator_overrides"])
         tree["exempt"]["modules"] = sorted(set(tree["exempt"]["modules"]))
+        if self.adapters in (None, formats_of(self.compute_dtype)):  # the same numbers, said or not
+            del tree["adapters"]
         return canonical_hash(tree)
 
     @property
@@ -129,15 +144,17 @@ class PrecisionPolicy:
         """Both sides compute the same distribution by construction: equal formats and shared operators."""
         return not self.off_policy_reasons
 
-    def resolve(self, model_config: Any) -> Plan:
+    def resolve(self, model_config: Any, adapter: AdapterSpec | None = None) -> Plan:
         """One row per module of the model (transformers config, its `to_dict()`, or config.json as a dict).
 
-        Raises PolicyError for an unknown architecture, patterns that match nothing, refused ragged
+        adapter: adds two rows, A and B, for each linear that has one.
+
+        Raises PolicyError for an unknown architecture, patterns and targets that match nothing, refused ragged
         dimensions, …
         """
         from .plan import resolve
 
-        return resolve(self, model_config)
+        return resolve(self, model_config, adapter)
 
     def environment(self, engine: str = "vllm", device: str = "cuda") -> dict[str, str]:
         """Environment variables that this policy requires in a process of `engine` ("vllm" | "torch")."""
@@ -175,9 +192,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return dict(sorted(value.items())) if isinstance(value, dict) else value
-
-
-def canonical_hash(data: Any) -> str:
-    """sha256 (hex) of JSON with sorted keys and no spaces: the same in every process and Python."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from .corrections import bound_violations
 from .errors import Violation
 from .schema import FORMAT_OF_DTYPE
 
@@ -114,6 +115,23 @@ def _plain_formats(t: Any) -> Iterator[Violation]:
                 yield Violation(f"{name}.{key}", value, problem, remedy)
 
 
+@_rule("adapters", "compute_dtype")
+def _adapter_formats(t: Any) -> Iterator[Violation]:
+    own = FORMAT_OF_DTYPE[t.compute_dtype]
+    for key in ("weight", "inner", "dgrad", "wgrad", "saved") if t.adapters is not None else ():
+        if (value := getattr(t.adapters, key)) not in (own, "fp32"):
+            problem = f"does not go with compute_dtype {t.compute_dtype}"
+            remedy = f"use {' or '.join(dict.fromkeys((own, 'fp32')))}, or adapters: null"
+            yield Violation(f"adapters.{key}", value, problem, remedy)
+
+
+@_rule("master_dtype", "compute_dtype")
+def _split_masters(t: Any) -> Iterator[Violation]:
+    if t.master_dtype == "split_float32" and t.compute_dtype != "bfloat16":
+        problem = f"computes with the masters' bfloat16 half, but compute_dtype is {t.compute_dtype}"
+        yield Violation("master_dtype", t.master_dtype, problem, "use float32, or compute_dtype: bfloat16")
+
+
 @_rule("kv_cache", "attention")
 def _kv_cache(t: Any) -> Iterator[Violation]:
     if t.kv_cache.format != t.attention.rollout_forward:
@@ -156,34 +174,10 @@ def _overflow_is_seen(t: Any) -> Iterator[Violation]:
         yield Violation("linear.wgrad", "fp8", problem, remedy)
 
 
-_BOUNDS = {  # kind -> (lower, upper): "need" | "may" | "no"
-    "none": ("no", "no"),
-    "tis_token": ("no", "need"),
-    "tis_sequence": ("no", "need"),
-    "icepop": ("need", "need"),
-    "mis_token": ("may", "need"),
-    "mis_sequence": ("may", "need"),
-    "geometric_mask": ("need", "need"),
-    "product_mask": ("need", "need"),
-}
-
-
 @_rule("correction")
 def _correction_bounds(t: Any) -> Iterator[Violation]:
     c = t.correction
-    for key, need in zip(("lower", "upper"), _BOUNDS[c.kind], strict=True):
-        value = getattr(c, key)
-        if need == "need" and value is None:
-            example = {"lower": "0.5", "upper": "2.0"}[key]
-            yield Violation(
-                f"correction.{key}", None, f"kind {c.kind} needs this bound", f"give it, e.g. {example}"
-            )
-        if need == "no" and value is not None:
-            yield Violation(f"correction.{key}", value, f"kind {c.kind} has no such bound", "set it to null")
-    if c.lower is not None and c.upper is not None and not c.lower < c.upper:
-        yield Violation(
-            "correction.lower", c.lower, f"is not below upper {c.upper}", "lower it, or raise upper"
-        )
+    yield from bound_violations(c)
     if c.kind == "none" and c.veto is not None:
         yield Violation("correction.veto", c.veto, "there is no correction to veto in", "set it to null")
 

@@ -20,9 +20,12 @@ SCHEMA_VERSION = 1
 Format = Literal["fp8", "bf16", "fp16", "fp32"]
 PlainFormat = Literal["bf16", "fp16", "fp32"]
 Dtype = Literal["bfloat16", "float16", "float32"]
-StateDtype = Literal["float32", "bfloat16"]
+MasterDtype = Literal["float32", "split_float32", "bfloat16"]
+MomentDtype = Literal["float32", "bfloat16", "bfloat16_stochastic", "blockwise_8bit"]
 
 FORMAT_OF_DTYPE: dict[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+FORMAT_OF_MASTER: dict[str, str] = {"float32": "fp32", "split_float32": "fp32", "bfloat16": "bf16"}
+"""Format of the numbers that the optimizer updates, however they are stored."""
 DTYPE_OF_FORMAT: dict[str, str] = {v: k for k, v in FORMAT_OF_DTYPE.items()}
 
 BLOCK = 128
@@ -31,7 +34,12 @@ BLOCK = 128
 
 def doc(text: str, low: float | None = None, high: float | None = None) -> Any:
     """A dataclass field described by `text`, with an inclusive range if it is a number."""
-    return field(metadata={"doc": text, "low": low, "high": high})
+    return field(metadata=described(text, low, high))
+
+
+def described(text: str, low: float | None = None, high: float | None = None) -> dict[str, Any]:
+    """The metadata of `doc`, for a field with a default: a key that came later and that older files do not have."""
+    return {"doc": text, "low": low, "high": high}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +169,23 @@ class Exempt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters: y = W x + bias, rounded; then y + scale * B (A x), rounded once more. Equal on both sides."""
+
+    weight: PlainFormat = doc("A and B as their GEMMs read them: rounded from their master weights")
+    inner: PlainFormat = doc("A x is rounded to this before it is multiplied by B")
+    dgrad: PlainFormat = doc("operands of the gradients of x and of A x")
+    wgrad: PlainFormat = doc("operands of the gradients of A and B")
+    saved: PlainFormat = doc("x and A x as kept for the backward pass")
+    accumulation: Literal["fp32"] = doc("of partial products, and of B (A x), which is not rounded")
+    addition: Literal["after_bias"] = doc(
+        "scale * B (A x) in fp32 is added to W x + bias, which is rounded to compute_dtype as without an adapter; the "
+        "sum is rounded to compute_dtype once"
+    )
+    gradient: Literal["fp32"] = doc("gradients of A and B; the base has none")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Logprobs:
     """What 'log-probability of a sampled token' means; the same on both sides."""
 
@@ -212,21 +237,21 @@ class ClipCalibration:
     )
 
 
+GuardMetric = Literal["max_abs", "mean_abs", "k3", "bit_equal_share"]
+GuardAction = Literal["warn", "correct", "halt"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Guard:
     """How much train-rollout mismatch is tolerated, and what happens beyond it."""
 
-    metric: Literal["max_abs", "mean_abs", "k3", "bit_equal_share"] = doc(
-        "of log-prob differences over the sampled tokens of one iteration"
-    )
+    metric: GuardMetric = doc("of log-prob differences over the sampled tokens of one iteration")
     tolerance: float = doc(
         "largest metric tolerated; for bit_equal_share the largest share of tokens that may differ",
         low=0.0,
         high=1e3,
     )
-    action: Literal["warn", "correct", "halt"] = doc(
-        "warn: log; correct: switch on `correction`; halt: checkpoint and stop"
-    )
+    action: GuardAction = doc("warn: log; correct: switch on `correction`; halt: checkpoint and stop")
     patience: int = doc("consecutive iterations beyond tolerance before the action", low=1, high=1_000_000)
 
 

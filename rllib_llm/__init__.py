@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import Any
 
-from rllib_llm._registration import TRAINABLE_NAME, announce
+from rllib_llm.plugin.registration import TRAINABLE_NAME, announce
 
 __all__ = [
     "GRPO",
@@ -41,8 +41,8 @@ _HOMES = {
     "ReinforcePPConfig": "rllib_llm.algorithm",
     "CausalLMModule": "rllib_llm.learner.module",
     "LLMTorchLearner": "rllib_llm.learner.learner",
-    "LLMEnvRunner": "rllib_llm.env_runner",
-    "TextEpisode": "rllib_llm.episode",
+    "LLMEnvRunner": "rllib_llm.rollout.env_runner",
+    "TextEpisode": "rllib_llm.rollout.episode",
     "load_policy": "precision_policies",
     "make_engine": "rllib_llm.engines",
     "register_text_env": "rllib_llm.envs",

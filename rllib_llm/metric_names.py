@@ -10,6 +10,7 @@ from __future__ import annotations
 ENV_RUNNERS = "env_runners"
 LEARNERS = "learners"
 EVALUATION = "evaluation"
+EVALUATION_AT_START = "evaluation_at_start"  # the evaluation before the first update, in the first result
 TIMERS = "timers"
 MISMATCH = "mismatch"  # train against rollout log-prob, same weights; names: rllib_llm/mismatch/registry.py
 PRECISION = "precision"
@@ -19,14 +20,16 @@ CORRECTION = "correction"  # importance weights of the correction that was appli
 EPISODE_RETURN_MEAN = "episode_return_mean"  # mean summed reward of an episode
 EPISODE_RETURN_MAX = "episode_return_max"
 EPISODE_RETURN_MIN = "episode_return_min"
-EPISODE_LEN_MEAN = "episode_len_mean"  # trained tokens of an episode, as RLlib counts steps
-SOLVED_SHARE = "solved_share"  # share of episodes with return >= 1
+SOLVED_SHARE = "solved_share"  # share of episodes that their environment says are solved
 RESPONSE_LENGTH_MEAN = "response_length_mean"  # tokens the model wrote in an episode
 PROMPT_LENGTH_MEAN = "prompt_length_mean"
 NUM_TURNS_MEAN = "num_turns_mean"
 TRUNCATED_SHARE = "truncated_share"  # episodes whose last answer ended by length
 TOKENS_PER_S = "tokens_per_s"  # sampled tokens / seconds inside engine.generate, per runner
 NUM_TOKENS_SAMPLED = "num_tokens_sampled"
+NUM_UNKNOWN_TOKENS = (
+    "num_unknown_tokens"  # sampled ids that the tokenizer has no text for; decoded to nothing
+)
 NUM_REWARD_ERRORS = "num_reward_errors"  # episodes lost to an exception in the environment
 NUM_REWARD_ERRORS_LIFETIME = "num_reward_errors_lifetime"
 REWARDS = "rewards"  # env_runners/rewards/<name>: mean of each named reward part
@@ -77,9 +80,7 @@ ENGINE = "engine"  # with num_env_runners = 0 the learner's process
 RSS_PEAK = "rss_peak_gib"  # resident main memory
 CUDA_PEAK = "cuda_peak_gib"  # torch.cuda.max_memory_allocated, the GPU with most; absent without a GPU in use
 
-# precision/…: not numbers; the tracking layer stores them as tags
-POLICY_NAME = "policy"
-POLICY_FINGERPRINT = "fingerprint"
+# precision/…
 WEIGHTS_VERSION = "weights_version"
 CORRECTION_ACTIVE = "correction_active"  # 1 when the loss uses correction weights
 GUARD_VIOLATIONS = "guard_violations"  # consecutive iterations outside the policy's tolerance

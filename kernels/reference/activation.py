@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import torch
 
+from precision_kernels.declaration import define
 from precision_kernels.reference.exact import exp
 
 
-def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
+def check_gate_up(gate: torch.Tensor, up: torch.Tensor) -> None:
+    """Raises ValueError unless gate and up have one shape and one of the three dtypes."""
     if (
         gate.shape != up.shape
         or gate.dtype != up.dtype
@@ -31,14 +33,16 @@ def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
         )
 
 
+@define
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, same shape and dtype as the inputs."""
-    _check(gate, up)
+    check_gate_up(gate, up)
     g = gate.float()
     silu = (g / exp(-g).add_(1.0)).to(gate.dtype)
     return (silu.float() * up.float()).to(gate.dtype)
 
 
+@define
 def silu_mul_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,3 +52,6 @@ def silu_mul_backward(
     dup = dy32 * (g * sigmoid).to(gate.dtype).float()
     dgate = dy32 * up.float() * (sigmoid * (1.0 + g * (1.0 - sigmoid)))
     return dgate.to(gate.dtype), dup.to(gate.dtype)
+
+
+__all__ = ["silu_mul", "silu_mul_backward"]

@@ -1,6 +1,7 @@
 """Causal grouped-query attention whose rows depend on nothing but their own query and keys 0..position.
 
-For a query row of head h at position t, keys j = 0..t (g = h // (H / Hkv)), D = head_dim::
+For a query row of head h at position t, keys j = 0..t (with a window w of the layout: t-w+1..t; g = h // (H / Hkv)),
+D = head_dim::
 
     s_j = fp32(q . k_j) * scale            exact dot product of 23-bit-aligned operands, blocks of 128 over D
     m   = max s_j;  p_j = exp(s_j - m);  l = lane_sum(p_j)                     fp32, `exact.exp`, `exact.lane_sum`
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from precision_kernels.declaration import define
 from precision_kernels.reference.exact import GRID_BITS, align, exp, exponent_ceiling, lane_sum, log
 from precision_kernels.reference.formats import BLOCK
 from precision_kernels.reference.layout import AttentionLayout
@@ -51,8 +53,7 @@ def prepare_keys_values(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor,
 
 @dataclass(eq=False)
 class KVCache:
-    """Keys and values of one layer for ``rows`` sequences of at most ``max_len`` tokens, in the prepared
-    form.
+    """Keys and values of one layer for ``rows`` sequences of at most ``max_len`` tokens, in the prepared form.
 
     k and u [rows, Hkv, max_len, D] in ``storage`` (the compute dtype loses nothing; float64 is 4x larger and
     saves a conversion per step), e = 2^exponent fp64 [rows, Hkv, max_len]. Contents are private to
@@ -94,9 +95,7 @@ class KVCache:
             tensor[target] = tensor[source]
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout) -> None:
-        """Write the packed k, v [T, Hkv, D] of ``layout`` behind what its rows hold; ValueError if one is
-        full.
-        """
+        """Write the packed k, v [T, Hkv, D] of ``layout`` behind what its rows hold; ValueError if one is full."""
         positions, sequence = layout.positions(), layout.token_sequence()
         needed = int((layout.starts() + layout.lengths).max())
         if needed > self.max_len or int(layout.rows().max()) >= self.k.shape[0]:
@@ -121,18 +120,20 @@ class KVCache:
         return parts[0], parts[1], parts[2]
 
 
+@define
 def allocate_kv_cache(
     rows: int,
     max_len: int,
     kv_heads: int,
     head_dim: int,
     storage: torch.dtype,
-    device: torch.device | str = "cpu",
+    device: torch.device | str,
 ) -> KVCache:
     """`KVCache.allocate`, as an operator: another implementation of attention has another cache."""
     return KVCache.allocate(rows, max_len, kv_heads, head_dim, storage, device)
 
 
+@define
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -190,16 +191,14 @@ def _attend(
     p = exp(s.sub_(top))
     total = lane_sum(p)
     weights = torch.mul(p, e.unsqueeze(-2), out=scores)
-    out = _exact_block(weights[..., :BLOCK], u[..., :BLOCK, :])
+    out = exact_block(weights[..., :BLOCK], u[..., :BLOCK, :])
     for start in range(BLOCK, u.shape[-2], BLOCK):
-        out += _exact_block(weights[..., start : start + BLOCK], u[..., start : start + BLOCK, :])
+        out += exact_block(weights[..., start : start + BLOCK], u[..., start : start + BLOCK, :])
     return out.div_(total.double().unsqueeze(-1)).float(), log(total).add_(top[..., 0])
 
 
-def _exact_block(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """weights >= 0 [..., R, <=128] fp64 rounded to 23 bits of the row's largest (in place), times u: exact
-    in fp64.
-    """
+def exact_block(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """weights >= 0 [..., R, <=128] fp64 rounded to 23 bits of the row's largest (in place), times u: exact in fp64."""
     bits = weights.amax(-1, keepdim=True).view(torch.int64)
     exponent = (bits + ((1 << 52) - 1)) >> 52
     c = (((exponent + (52 - GRID_BITS)) << 52) | (1 << 51)).view(torch.float64)
@@ -259,6 +258,7 @@ def _check(
         raise ValueError("attention: " + "; ".join(problems))
 
 
+@define
 def attention_backward(
     do: torch.Tensor,
     q: torch.Tensor,
@@ -294,3 +294,6 @@ def attention_backward(
         dk.index_add_(0, columns.view(-1), (ds.transpose(-1, -2) @ qb).view(columns.numel(), -1))
         dv.index_add_(0, columns.view(-1), (p.transpose(-1, -2) @ dob).view(columns.numel(), -1))
     return dq.view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
+
+
+__all__ = ["KVCache", "allocate_kv_cache", "attention", "attention_backward"]

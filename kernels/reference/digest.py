@@ -12,7 +12,7 @@ of evaluation, and parts of a tensor may be summed apart, each from its own firs
 while it streams through a small buffer.
 
 This detects errors (a damaged, lost, stale, moved or mixed-up byte), not adversaries: collisions can be constructed.
-Length, dtype and shape are not in the lanes; `rllib_llm.sync.packed.seal` hashes them together with the lanes.
+Length, dtype and shape are not in the lanes; `rllib_llm.weights.format.tensor_hash` hashes them with the lanes.
 A, B and D are the odd constants of splitmix64 (Steele, Lea, Flood 2014), C is the first one of MurmurHash3's finaliser.
 """
 
@@ -22,6 +22,8 @@ import functools
 from collections.abc import Sequence
 
 import torch
+
+from precision_kernels.declaration import define
 
 A, B, C, D = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0xFF51AFD7ED558CCD, 0x94D049BB133111EB
 WORD = 8
@@ -61,6 +63,7 @@ def check_starts(tensors: Sequence[torch.Tensor], starts: Sequence[int] | None) 
     return [start // WORD for start in starts]
 
 
+@define
 def tensor_digest(tensors: Sequence[torch.Tensor], starts: Sequence[int] | None = None) -> torch.Tensor:
     """The two lanes of each tensor, or of a part of one.
 
@@ -102,3 +105,6 @@ def _add(lanes: torch.Tensor, words: torch.Tensor, first: int) -> None:
 def _shift(x: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
     torch.bitwise_right_shift(x, bits, out=out)
     return out.bitwise_and_((1 << (64 - bits)) - 1)
+
+
+__all__ = ["tensor_digest"]

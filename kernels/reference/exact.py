@@ -34,8 +34,7 @@ GRID_BITS = 23
 
 
 def _rounder(exponent: torch.Tensor) -> torch.Tensor:
-    """fp64 c = 1.5 * 2^(exponent + 52 - GRID_BITS): (x + c) - c rounds x to the grid 2^(exponent -
-    GRID_BITS).
+    """fp64 c = 1.5 * 2^(exponent + 52 - GRID_BITS): (x + c) - c rounds x to the grid 2^(exponent - GRID_BITS).
 
     ``exponent`` is an int64 tensor; |x| <= 2^exponent must hold, so x + c stays in c's binade.
     """
@@ -66,8 +65,7 @@ def align(x: torch.Tensor) -> torch.Tensor:
 
 
 def widen(codes: torch.Tensor) -> torch.Tensor:
-    """e4m3 codes -> fp64, exactly as ``codes.double()`` but six times faster on CPU (0.5 instead of 3 ns
-    each).
+    """e4m3 codes -> fp64, exactly as ``codes.double()`` but six times faster on CPU (0.5 instead of 3 ns each).
 
     The seven low bits of e4m3, shifted by seven, are an fp16 number 2^8 too small; its conversion to fp32 is
     exact for subnormals too and, unlike arithmetic on fp32 subnormals, ignores the flush-to-zero mode.
@@ -127,8 +125,7 @@ _EXP_CHUNK = 1 << 15
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """e^x for fp32 x, from separate fp32 multiplies and adds in a fixed order (a twin must disable FMA
-    fusion).
+    """e^x for fp32 x, from separate fp32 multiplies and adds in a fixed order (a twin must disable FMA fusion).
 
     x is clamped to [-88, 89]; k = rint(x * log2e); r = (x - k*0.693359375) - k*(-2.12194440e-4); p = Horner
     over the six coefficients above in r; y = (p*r*r + r) + 1; result y * 2^k, with 2^-127 read as 0 and

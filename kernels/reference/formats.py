@@ -87,6 +87,11 @@ class Quantised:
         """Shape [R, C] of the matrix."""
         return self.codes.shape
 
+    @property
+    def device(self) -> torch.device:
+        """Where codes and scales are."""
+        return self.codes.device
+
     def expanded_scales(self) -> torch.Tensor:
         """The scale of every element, fp32 [R, C]."""
         rows, columns = self.codes.shape

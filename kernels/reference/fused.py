@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from precision_kernels.declaration import define, define_fp8
 from precision_kernels.reference.activation import silu_mul, silu_mul_backward
 from precision_kernels.reference.formats import SCALE_FLOOR, Quantised, ScaleFormat
 from precision_kernels.reference.norm import add_rms_norm, rms_norm
@@ -17,6 +18,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+@define_fp8
 def rms_norm_quantise(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -29,6 +31,7 @@ def rms_norm_quantise(
     return quantise_activation(y, scale_format, scale_floor), rstd
 
 
+@define_fp8
 def add_rms_norm_quantise(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -42,6 +45,7 @@ def add_rms_norm_quantise(
     return quantise_activation(y, scale_format, scale_floor), summed, rstd
 
 
+@define_fp8
 def rms_norm_quantise_columns(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -56,6 +60,7 @@ def rms_norm_quantise_columns(
     return quantise_columns(_rows(rms_norm(x, weight, eps)[0]), scale_format, scale_floor)
 
 
+@define
 def norm_rotary(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -70,6 +75,7 @@ def norm_rotary(
     return q, k
 
 
+@define_fp8
 def silu_mul_quantise(
     gate: torch.Tensor, up: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> Quantised:
@@ -77,6 +83,7 @@ def silu_mul_quantise(
     return quantise_activation(_rows(silu_mul(gate, up)), scale_format, scale_floor)
 
 
+@define_fp8
 def silu_mul_saving(
     gate: torch.Tensor, up: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> tuple[torch.Tensor, Quantised, Quantised]:
@@ -88,6 +95,7 @@ def silu_mul_saving(
     return silu_mul(gate, up), saved, quantise_activation(_rows(up), scale_format, scale_floor)
 
 
+@define_fp8
 def silu_mul_backward_saved(
     dy: torch.Tensor, gate: Quantised, up: Quantised
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,6 +105,7 @@ def silu_mul_backward_saved(
     )
 
 
+@define_fp8
 def silu_mul_quantise_both(
     gate: torch.Tensor, up: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> tuple[Quantised, Quantised]:
@@ -104,6 +113,7 @@ def silu_mul_quantise_both(
     return quantise_both(_rows(silu_mul(gate, up)), scale_format, scale_floor)
 
 
+@define_fp8
 def silu_mul_backward_quantise_both(
     dy: torch.Tensor,
     gate: torch.Tensor,
@@ -115,3 +125,16 @@ def silu_mul_backward_quantise_both(
     matrix [M, 2F].
     """
     return quantise_both(_rows(torch.cat(silu_mul_backward(dy, gate, up), -1)), scale_format, scale_floor)
+
+
+__all__ = [
+    "add_rms_norm_quantise",
+    "norm_rotary",
+    "rms_norm_quantise",
+    "rms_norm_quantise_columns",
+    "silu_mul_backward_quantise_both",
+    "silu_mul_backward_saved",
+    "silu_mul_quantise",
+    "silu_mul_quantise_both",
+    "silu_mul_saving",
+]

@@ -1,5 +1,4 @@
-"""Which query may see which key: packed sequences, optionally continuing what a key/value cache already
-holds.
+"""Which query may see which key: packed sequences, optionally continuing what a key/value cache already holds.
 
 `AttentionLayout` is made once per model forward and shared by all layers. `WorkUnit`s cut the job so that the
 score matrix of one unit stays small; cutting cannot change bits (`attention`), only time and memory.
@@ -8,12 +7,12 @@ score matrix of one unit stays small; cutting cannot change bits (`attention`), 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 SCORE_BUDGET = 1 << 16
-"""Scores (heads x queries x keys) that one work unit holds, so that its temporaries stay in a core's cache
-(measured).
+"""Scores (heads x queries x keys) that one work unit holds, so that its temporaries stay in a core's cache (measured).
 """
 _SHORTEST_QUERY_RANGE = 64
 """Queries of a long sequence are cut no finer: every range reads all earlier keys again."""
@@ -50,6 +49,7 @@ class AttentionLayout:
     each).
     cached:     int64 [B], keys that row slots[b] of the cache holds before this call (default zeros).
     slots:      int64 [B], the cache row of each sequence (default 0..B-1).
+    window:     keys that a query sees, its own among them: t - window < j <= t; 0: all up to its own.
 
     Uses: training forward or prefill (cached zero), chunked prefill, decode (one token each, cached =
     length so far). Raises ValueError listing everything that does not fit.
@@ -58,7 +58,8 @@ class AttentionLayout:
     cu_seqlens: torch.Tensor
     cached: torch.Tensor | None = None
     slots: torch.Tensor | None = None
-    memo: dict = field(default_factory=dict, repr=False)
+    window: int = 0
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         lengths = self.cu_seqlens.diff()
@@ -78,8 +79,18 @@ class AttentionLayout:
                 )
         if self.slots is not None and len(self.slots.unique()) != len(self.slots):
             problems.append("slots must differ from each other, two sequences cannot share a cache row")
+        if self.window < 0:
+            problems.append(f"window must be >= 0, got {self.window}")
         if problems:
             raise ValueError("AttentionLayout: " + "; ".join(problems))
+
+    def within(self, window: int) -> AttentionLayout:
+        """The same tokens, of which a query sees the last ``window``; made once per window."""
+        if window == self.window:
+            return self
+        if ("within", window) not in self.memo:
+            self.memo["within", window] = AttentionLayout(self.cu_seqlens, self.cached, self.slots, window)
+        return self.memo["within", window]
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -132,7 +143,10 @@ class AttentionLayout:
         clamped = torch.minimum(query, lengths[:, None] - 1)
         keys = int((cached + lengths.clamp(max=stop)).max())
         key = torch.arange(keys, device=device)
-        hidden = key > (cached[:, None] + clamped)[:, None, :, None]
+        position = (cached[:, None] + clamped)[:, None, :, None]
+        hidden = key > position
+        if self.window:
+            hidden = hidden | (key <= position - self.window)
         padding = (query >= lengths[:, None])[:, None, :, None]
         key_tokens = offset[:, None] + torch.minimum(key[None, :], lengths[:, None] - 1)
         return WorkUnit(
@@ -146,9 +160,7 @@ class AttentionLayout:
 
 
 def _head_rows(tokens: torch.Tensor, heads: int) -> torch.Tensor:
-    """Packed token indices [n, t] -> rows of a [T, heads, D] tensor viewed as [T*heads, D], int64 [n,
-    heads, t].
-    """
+    """Packed token indices [n, t] -> rows of a [T, heads, D] tensor viewed as [T*heads, D], int64 [n, heads, t]."""
     return tokens[:, None, :] * heads + torch.arange(heads, device=tokens.device)[None, :, None]
 
 

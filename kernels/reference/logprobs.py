@@ -15,12 +15,14 @@ from collections.abc import Iterator
 
 import torch
 
+from precision_kernels.declaration import define
 from precision_kernels.reference.exact import exp, lane_sum, log
 
 _CHUNK_ELEMENTS = 1 << 20
 
 
-def _check(name: str, logits: torch.Tensor, temperature: float) -> None:
+def check_logits(name: str, logits: torch.Tensor, temperature: float) -> None:
+    """Raises ValueError unless logits are fp32 [T, V] and the temperature is positive; ``name``: the operator."""
     if logits.dim() != 2 or logits.dtype != torch.float32 or not temperature > 0:
         raise ValueError(
             f"{name}: logits must be float32 [T, V] and temperature positive (sample greedily without it), "
@@ -28,7 +30,8 @@ def _check(name: str, logits: torch.Tensor, temperature: float) -> None:
         )
 
 
-def _check_ids(logits: torch.Tensor, ids: torch.Tensor) -> None:
+def check_ids(logits: torch.Tensor, ids: torch.Tensor) -> None:
+    """Raises ValueError unless there is one int64 id per row of logits [T, V]."""
     if ids.shape != logits.shape[:1] or ids.dtype != torch.int64:
         raise ValueError(
             f"token_logprobs: ids must be int64 [{logits.shape[0]}], got {ids.dtype} {tuple(ids.shape)}"
@@ -47,9 +50,10 @@ def _chunks(logits: torch.Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
+@define
 def log_softmax(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """fp32 [T, V] -> fp32 [T, V]."""
-    _check("log_softmax", logits, temperature)
+    check_logits("log_softmax", logits, temperature)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for rows in _chunks(logits):
         z = _scaled(logits[rows], temperature)
@@ -58,16 +62,16 @@ def log_softmax(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     return out
 
 
+@define
 def token_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, want_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """logits fp32 [T, V], ids int64 [T] -> (log p(ids) fp32 [T], entropy fp32 [T] or None, log-sum-exp fp32
-    [T]).
+    """logits fp32 [T, V], ids int64 [T] -> (log p(ids) fp32 [T], entropy fp32 [T] or None, log-sum-exp fp32 [T]).
 
     The log-sum-exp m + log s of z is what the backward needs.
     """
-    _check("token_logprobs", logits, temperature)
-    _check_ids(logits, ids)
+    check_logits("token_logprobs", logits, temperature)
+    check_ids(logits, ids)
     logp, entropy, lse = [], [], []
     for rows in _chunks(logits):
         z = _scaled(logits[rows], temperature)
@@ -86,6 +90,7 @@ def token_logprobs(
     return join(logp), join(entropy) if want_entropy else None, join(lse)
 
 
+@define
 def token_logprobs_backward(
     dlogp: torch.Tensor | None,
     dentropy: torch.Tensor | None,
@@ -111,9 +116,13 @@ def token_logprobs_backward(
     return out
 
 
+@define
 def log_softmax_backward(dy: torch.Tensor, y: torch.Tensor, temperature: float) -> torch.Tensor:
     """dlogits fp32 [T, V] from dy and the output y of `log_softmax`."""
     out = torch.empty_like(y)
     for rows in _chunks(y):
         out[rows] = (dy[rows] - exp(y[rows]) * dy[rows].sum(-1, keepdim=True)) / temperature
     return out
+
+
+__all__ = ["log_softmax", "log_softmax_backward", "token_logprobs", "token_logprobs_backward"]

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from precision_kernels.declaration import define, define_fp8
 from precision_kernels.reference.exact import align, widen
 from precision_kernels.reference.formats import BLOCK, Quantised, blocks
 
 
-def _expect(name: str, **operands: tuple[Quantised, str]) -> None:
+def check_kinds(name: str, **operands: tuple[Quantised, str]) -> None:
+    """Raises ValueError naming every operand that is not quantised in the blocks it must have: name=(operand, kind)."""
     wrong = [
         f"{key} must be quantised in {kind} blocks, got {q.kind}"
         for key, (q, kind) in operands.items()
@@ -31,9 +33,7 @@ def _expect(name: str, **operands: tuple[Quantised, str]) -> None:
 
 
 _TILE_ELEMENTS = 1 << 16
-"""Output elements handled at a time: their fp64 products and fp32 sums then stay in a core's second-level
-cache.
-"""
+"""Output elements handled at a time: their fp64 products and fp32 sums then stay in a core's second-level cache."""
 
 
 def _memo(q: Quantised, key: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -77,42 +77,46 @@ def _accumulate(
     return out
 
 
+@define_fp8
 def block_fp8_matmul(a: Quantised, b: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Forward: a [M, K] in 1x128, b [N, K] in 128x128 -> a @ b.T [M, N] in ``out_dtype``.
 
     Raises ValueError on block kinds or K that do not match.
     """
-    _expect("block_fp8_matmul", a=(a, "1x128"), b=(b, "128x128"))
-    _same_contraction("block_fp8_matmul", "a columns", a.shape[1], "b columns", b.shape[1])
+    check_kinds("block_fp8_matmul", a=(a, "1x128"), b=(b, "128x128"))
+    check_contraction("block_fp8_matmul", "a columns", a.shape[1], "b columns", b.shape[1])
     right = _memo(b, "rows", lambda: b.scales.T.repeat_interleave(BLOCK, 1)[:, : b.shape[0]].contiguous())
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
     return _accumulate(_wide(a), _wide(b).T, a.scales.T, right, out, fresh=True).to(out_dtype)
 
 
+@define_fp8
 def dgrad_fp8_matmul(dy: Quantised, w: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Input gradient: dy [M, N] in 1x128 (along N), w [N, K] in 128x128 -> dy @ w [M, K] in ``out_dtype``."""
-    _expect("dgrad_fp8_matmul", dy=(dy, "1x128"), w=(w, "128x128"))
-    _same_contraction("dgrad_fp8_matmul", "dy columns", dy.shape[1], "w rows", w.shape[0])
+    check_kinds("dgrad_fp8_matmul", dy=(dy, "1x128"), w=(w, "128x128"))
+    check_contraction("dgrad_fp8_matmul", "dy columns", dy.shape[1], "w rows", w.shape[0])
     right = _memo(w, "columns", lambda: w.scales.repeat_interleave(BLOCK, 1)[:, : w.shape[1]].contiguous())
     out = torch.empty(dy.shape[0], w.shape[1], dtype=torch.float32, device=dy.codes.device)
     return _accumulate(_wide(dy), _wide(w), dy.scales.T, right, out, fresh=True).to(out_dtype)
 
 
+@define_fp8
 def wgrad_fp8_matmul(dy: Quantised, x: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
     """Weight gradient: dy [M, N] and x [M, K], both in 128x1 (along M) -> dy.T @ x fp32 [N, K].
 
     With ``out`` (fp32 [N, K]) the product is added to it in place, block by block: main-gradient
     accumulation.
     """
-    _expect("wgrad_fp8_matmul", dy=(dy, "128x1"), x=(x, "128x1"))
-    _same_contraction("wgrad_fp8_matmul", "dy rows", dy.shape[0], "x rows", x.shape[0])
+    check_kinds("wgrad_fp8_matmul", dy=(dy, "128x1"), x=(x, "128x1"))
+    check_contraction("wgrad_fp8_matmul", "dy rows", dy.shape[0], "x rows", x.shape[0])
     fresh = out is None
     if out is None:
         out = torch.empty(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.codes.device)
     return _accumulate(_wide(dy).T, _wide(x), dy.scales, x.scales, out, fresh)
 
 
-def _same_contraction(name: str, left: str, a: int, right: str, b: int) -> None:
+def check_contraction(name: str, left: str, a: int, right: str, b: int) -> None:
+    """Raises ValueError unless the summed axes, named ``left`` and ``right``, are of one length a == b."""
     if a != b:
         raise ValueError(f"{name}: {left} ({a}) and {right} ({b}) must be equal, the product sums over them")
 
@@ -130,11 +134,13 @@ class AlignedWeight:
         return self.weight.shape
 
 
+@define
 def pack_weight(w: torch.Tensor) -> AlignedWeight:
     """What `invariant_matmul` wants to keep of a weight [N, K] that is used more than once."""
     return AlignedWeight(w)
 
 
+@define
 def invariant_matmul(
     x: torch.Tensor, w: torch.Tensor | AlignedWeight, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -163,6 +169,7 @@ def invariant_matmul(
     return out
 
 
+@define
 def dgrad_matmul(dy: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """dy [M, N] @ w [N, K] -> [M, K] for operands of one dtype: the library's GEMM, deterministic but not
     row-invariant.
@@ -172,6 +179,7 @@ def dgrad_matmul(dy: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> t
     return (dy.float() @ w.float()).to(out_dtype)
 
 
+@define
 def wgrad_matmul(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """dy [M, N].T @ x [M, K] -> fp32 [N, K]; operands widened exactly, fp32 accumulation, deterministic.
 

@@ -23,10 +23,14 @@ from __future__ import annotations
 
 import torch
 
+from precision_kernels.declaration import define
 from precision_kernels.reference.exact import lane_sum
 
 
-def _check(name: str, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+def check_norm(
+    name: str, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
+) -> None:
+    """Raises ValueError naming every argument of norm ``name`` whose shape or dtype does not fit."""
     problems = []
     if weight.dim() != 1 or x.shape[-1] != weight.shape[0]:
         problems.append(f"weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}")
@@ -53,22 +57,25 @@ def _normalise(
     return normalised.mul_(weight.float()).to(dtype), rstd
 
 
+@define
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., D] (fp32/bf16/fp16), weight [D] -> (y like x, rstd fp32 [..., 1])."""
-    _check("rms_norm", x, weight)
+    check_norm("rms_norm", x, weight)
     return _normalise(x.float(), weight, eps, x.dtype)
 
 
+@define
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, residual [..., D] -> (y, new residual = round(x + residual), rstd fp32 [..., 1])."""
-    _check("add_rms_norm", x, weight, residual)
+    check_norm("add_rms_norm", x, weight, residual)
     summed = (x.float() + residual.float()).to(x.dtype)
     y, rstd = _normalise(summed.float(), weight, eps, x.dtype)
     return y, summed, rstd
 
 
+@define
 def rms_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -89,3 +96,6 @@ def rms_norm_backward(
         dx += dresidual.float()
     dweight = (dy32 * normalised.to(x.dtype).float()).reshape(-1, x.shape[-1]).sum(0)
     return dx.to(x.dtype), dweight
+
+
+__all__ = ["add_rms_norm", "rms_norm", "rms_norm_backward"]

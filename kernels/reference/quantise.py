@@ -9,7 +9,7 @@ For each block, everything in fp32 (bf16/fp16 inputs are widened first, which is
 
 So +-inf saturates to +-448 and does not disturb its block, NaN stays NaN and does not disturb its block, an
 all-zero block has codes 0, a ragged last block behaves as if padded with zeros. A multiplication by a
-reciprocal gives other codes (0.12 % of them, facts of 2026-11-29), which is why the division is part of the
+reciprocal gives other codes (0.12 % of them, measured on 2026-11-29), which is why the division is part of the
 definition. float64 inputs are refused: their rounding to fp32 would be a second, hidden one.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
+from precision_kernels.declaration import define_fp8
 from precision_kernels.reference.formats import (
     BLOCK,
     FP8,
@@ -27,13 +28,13 @@ from precision_kernels.reference.formats import (
     Kind,
     Quantised,
     ScaleFormat,
-    blocks,
 )
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _check(name: str, x: torch.Tensor, scale_format: str, scale_floor: float) -> None:
+def check_quantisable(name: str, x: torch.Tensor, scale_format: str, scale_floor: float) -> None:
+    """Raises ValueError naming everything that keeps quantiser ``name`` from taking x [M, K] and the scale options."""
     problems = []
     if x.dim() != 2:
         problems.append(f"x must be a matrix, got shape {tuple(x.shape)} (flatten leading dimensions first)")
@@ -82,22 +83,25 @@ def _quantise(
     return Quantised(codes, scales, kind, fmt)
 
 
+@define_fp8
 def quantise_activation(
     x: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> Quantised:
     """Quantise x [M, K] (fp32/bf16/fp16, any strides) in 1x128 blocks along K: scales [M, ceil(K/128)]."""
-    _check("quantise_activation", x, scale_format, scale_floor)
+    check_quantisable("quantise_activation", x, scale_format, scale_floor)
     return _quantise(x, (1, BLOCK), "1x128", scale_format, scale_floor)
 
 
+@define_fp8
 def quantise_columns(
     x: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> Quantised:
     """Quantise x [M, K] in 128x1 blocks along M, the wgrad contraction: scales [ceil(M/128), K]."""
-    _check("quantise_columns", x, scale_format, scale_floor)
+    check_quantisable("quantise_columns", x, scale_format, scale_floor)
     return _quantise(x, (BLOCK, 1), "128x1", scale_format, scale_floor)
 
 
+@define_fp8
 def quantise_both(
     x: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> tuple[Quantised, Quantised]:
@@ -105,24 +109,23 @@ def quantise_both(
     return quantise_activation(x, scale_format, scale_floor), quantise_columns(x, scale_format, scale_floor)
 
 
+@define_fp8
 def quantise_weight(
     w: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> Quantised:
     """Quantise w [N, K] in 128x128 blocks: scales [ceil(N/128), ceil(K/128)]."""
-    _check("quantise_weight", w, scale_format, scale_floor)
+    check_quantisable("quantise_weight", w, scale_format, scale_floor)
     return _quantise(w, (BLOCK, BLOCK), "128x128", scale_format, scale_floor)
 
 
+@define_fp8
 def dequantise(q: Quantised, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """`Quantised.dequantise` as an operator, so that a device can bind a kernel."""
     return q.dequantise(dtype)
 
 
 __all__ = [
-    "block_scales",
-    "blocks",
     "dequantise",
-    "power_of_two_ceiling",
     "quantise_activation",
     "quantise_both",
     "quantise_columns",

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 
+from precision_kernels.declaration import define
+
 _TWO_OVER_PI = 0.6366197723675814
 _HALF_PI_HIGH = 1.57079632673412561417  # first 33 bits of pi/2: n * high is exact for |n| < 2^20
 _HALF_PI_LOW = 6.07710050650619224932e-11
@@ -34,9 +36,7 @@ def _polynomial(z: torch.Tensor, coefficients: tuple[float, ...]) -> torch.Tenso
 
 
 def sin_cos(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sin, cos) in fp64 of fp32 angles, |angle| < 2^20; error below 1e-15. Coefficients: fdlibm's (Sun,
-    1993).
-    """
+    """(sin, cos) in fp64 of fp32 angles, |angle| < 2^20; error below 1e-15. Coefficients: fdlibm's (Sun, 1993)."""
     x = angle.double()
     n = (x * _TWO_OVER_PI).round_()
     r = x - n * _HALF_PI_HIGH - n * _HALF_PI_LOW
@@ -49,6 +49,7 @@ def sin_cos(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(quadrant >= 2, -sin, sin), torch.where((quadrant == 1) | (quadrant == 2), -cos, cos)
 
 
+@define
 def rotary_cos_sin(
     inv_freq: torch.Tensor, max_positions: int, dtype: torch.dtype, scaling: float = 1.0
 ) -> torch.Tensor:
@@ -75,7 +76,8 @@ def _lookup(positions: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tenso
     return cos, sin
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def check_rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Raises ValueError unless the table [P, R] has the dtype of q and k, and an even R that a head holds."""
     if (
         cos_sin.shape[-1] > q.shape[-1]
         or cos_sin.shape[-1] % 2
@@ -89,6 +91,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> None:
         )
 
 
+@define
 def rotary(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -99,12 +102,13 @@ def rotary(
     """Rotate q [T, H, D] and k [T, Hkv, D] at positions [T] with a table [P, R]; R < D leaves the last D-R
     as they are. With v [T, Hkv, D] a contiguous copy of it is the third result.
     """
-    _check(q, k, cos_sin)
+    check_rotary(q, k, cos_sin)
     cos, sin = _lookup(positions, cos_sin)
     copied = () if v is None else (v.clone(memory_format=torch.contiguous_format),)
     return _rotate(q, cos, sin), _rotate(k, cos, sin), *copied
 
 
+@define
 def rotary_backward(
     dq: torch.Tensor, dk: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,8 +117,12 @@ def rotary_backward(
     return _rotate(dq, cos, -sin), _rotate(dk, cos, -sin)
 
 
+@define
 def rotary_backward_joint(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
 ) -> torch.Tensor:
-    """`rotary_backward`, and dv [T, Hkv, D] as it is, beside each other: [T, (H + 2 Hkv) D]."""
+    """`rotary_backward`, and dv [T, Hkv, D] as it is, side by side: [T, (H + 2 Hkv) D]."""
     return torch.cat((*rotary_backward(dq, dk, positions, cos_sin), dv), 1).flatten(1)
+
+
+__all__ = ["rotary", "rotary_backward", "rotary_backward_joint", "rotary_cos_sin"]

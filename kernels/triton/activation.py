@@ -6,11 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from precision_kernels.reference.activation import _check
+from precision_kernels.declaration import implements
+from precision_kernels.reference.activation import check_gate_up
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
-from precision_kernels.reference.quantise import _check as _quantise_check
+from precision_kernels.reference.quantise import check_quantisable
 from precision_kernels.registration import fake, operator
-from precision_kernels.triton.launch import cdiv
+from precision_kernels.triton.launch import VERSION, as_matrix, cdiv
 from precision_kernels.triton.numerics import (
     INTERPRETED,
     block_amax,
@@ -47,9 +48,12 @@ def _put_codes(
     """1x128 codes and scales of v [ROWS, BLOCKS * 128], the tile of this program."""
     ROWS: tl.constexpr = v.shape[0]
     BLOCKS: tl.constexpr = v.shape[1] // 128
+    # Registers: the tile as [rows, blocks, 128]; a block is reduced to its amax, and one scale serves its 128
+    # elements.
     wide = tl.reshape(widen(v), (ROWS, BLOCKS, 128))
     scale = block_scale(block_amax(wide, 2), floor, UE8M0)
     code = encode_e4m3(divide_by_scale(wide, scale[:, :, None], FAST))
+    # Codes go out row by row as they lie in registers; scales column by column, the layout that DeepGEMM loads.
     columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     inside = (rows < M)[:, None]
     out = codes + rows[:, None] * K + columns[None, :]
@@ -65,14 +69,20 @@ def _forward_kernel(
     WRITE: tl.constexpr, QUANTISE: tl.constexpr, UE8M0: tl.constexpr, FAST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    # A tile of 8 x 256 elements: 16 per thread of four warps. 86 % of the copy bandwidth, 32 per thread gave 70 %
+    # (`_ROWS`).
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
+    # gate and up into registers, each read once; columns outside are zeros, so a ragged block has the amax of its
+    # elements.
     g = tl.load(gate + rows[:, None] * gate_m + columns[None, :], mask, 0.0)
     u = tl.load(up + rows[:, None] * up_m + columns[None, :], mask, 0.0)
+    # Two roundings, SiLU to the compute dtype and then the product, as in the definition; nothing crosses threads.
     z = multiply(_silu(g), u)
     if WRITE:
         tl.store(y + rows[:, None] * K + columns[None, :], z, mask)
+    # The product is quantised from the registers that hold it: with WRITE off it is never in memory.
     if QUANTISE:
         _put_codes(z, codes, scales, rows, M, K, scale_m, scale_b, floor, UE8M0, FAST)
 
@@ -82,12 +92,15 @@ def _saving_kernel(
     gate, up, y, gate_codes, gate_scales, up_codes, up_scales, M, K, gate_m, up_m, scale_m, scale_b, floor,
     UE8M0: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    # The tile of `_forward_kernel`.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
+    # gate and up are read once, and stay in registers for the product and for the codes of both.
     g = tl.load(gate + rows[:, None] * gate_m + columns[None, :], mask, 0.0)
     u = tl.load(up + rows[:, None] * up_m + columns[None, :], mask, 0.0)
     tl.store(y + rows[:, None] * K + columns[None, :], multiply(_silu(g), u), mask)
+    # What training keeps instead of the two: their 1x128 codes, a byte an element.
     _put_codes(g, gate_codes, gate_scales, rows, M, K, scale_m, scale_b, floor, UE8M0, FAST)
     _put_codes(u, up_codes, up_scales, rows, M, K, scale_m, scale_b, floor, UE8M0, FAST)
 
@@ -98,6 +111,8 @@ def _read(x, scales, rows, M, K, x_m, scale_m, scale_b, dtype, CODES: tl.constex
     columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     pointer = x + rows[:, None] * x_m + columns[None, :]
+    # With CODES a byte per element is read, multiplied by its block's scale and rounded to the dtype that was
+    # quantised.
     if CODES:
         ROWS: tl.constexpr = rows.shape[0]
         block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -115,14 +130,18 @@ def _backward_kernel(
     CODES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = dgate.dtype.element_ty
+    # The tile of `_forward_kernel`; one program makes both gradients, which share the sigmoid.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
+    # fp32 copies of gate, up and dy in registers.
     g = _read(gate, gate_scales, rows, M, K, gate_m, scale_m, scale_b, dtype, CODES, BLOCKS)
     u = _read(up, up_scales, rows, M, K, up_m, scale_m, scale_b, dtype, CODES, BLOCKS)
     d = widen(tl.load(dy + rows[:, None] * dy_m + columns[None, :], mask, 0.0))
+    # IEEE division, and products in the order of the definition; dup takes the rounded SiLU, as the forward did.
     sigmoid = tl.div_rn(tl.full(g.shape, 1.0, tl.float32), exp(-g) + 1.0)
     out = rows[:, None] * out_m + columns[None, :]
+    # dgate and dup are the halves of one matrix, the layout of a joint gate-and-up projection's gradient.
     tl.store(dup + out, round_to(d * widen(round_to(g * sigmoid, dtype)), dtype), mask)
     tl.store(dgate + out, round_to(d * u * (sigmoid * (1.0 + g * (1.0 - sigmoid))), dtype), mask)
 
@@ -210,52 +229,52 @@ def _(dy, gate, gate_scales, up, up_scales):
     return torch.empty(gate.shape[0], 2 * gate.shape[1], dtype=dy.dtype, device=dy.device)
 
 
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
+@implements("triton", VERSION)
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``reference.activation.silu_mul``; halves of one fused projection are read in place."""
-    _check(gate, up)
-    y, _, _ = silu_mul_op(_matrix(gate), _matrix(up), True, False, False, SCALE_FLOOR)
+    check_gate_up(gate, up)
+    y, _, _ = silu_mul_op(as_matrix(gate), as_matrix(up), True, False, False, SCALE_FLOOR)
     return y.view(gate.shape)
 
 
+@implements("triton", VERSION)
 def silu_mul_quantise(
     gate: torch.Tensor, up: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> Quantised:
     """``reference.fused.silu_mul_quantise``: one read of gate and up, nothing but codes and scales written."""
-    _check(gate, up)
+    check_gate_up(gate, up)
     _, codes, scales = silu_mul_op(
-        _matrix(gate), _matrix(up), False, True, scale_format == "ue8m0", scale_floor
+        as_matrix(gate), as_matrix(up), False, True, scale_format == "ue8m0", scale_floor
     )
     return Quantised(codes, scales, "1x128", scale_format)
 
 
+@implements("triton", VERSION)
 def silu_mul_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.activation.silu_mul_backward``: (dgate, dup), the two halves of one [M, 2K] matrix."""
-    _check(gate, up)
-    both = silu_mul_backward_op(_matrix(dy), _matrix(gate), None, _matrix(up), None)
+    check_gate_up(gate, up)
+    both = silu_mul_backward_op(as_matrix(dy), as_matrix(gate), None, as_matrix(up), None)
     dgate, dup = both.chunk(2, -1)
     return dgate.view(gate.shape), dup.view(gate.shape)
 
 
+@implements("triton", VERSION)
 def silu_mul_saving(
     gate: torch.Tensor, up: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> tuple[torch.Tensor, Quantised, Quantised]:
     """``reference.fused.silu_mul_saving``: gate and up are read once for the product and for their codes."""
-    _check(gate, up)
-    _quantise_check("silu_mul_saving", _matrix(gate), scale_format, scale_floor)
+    check_gate_up(gate, up)
+    check_quantisable("silu_mul_saving", as_matrix(gate), scale_format, scale_floor)
     y, gate_codes, gate_scales, up_codes, up_scales = silu_mul_saving_op(
-        _matrix(gate), _matrix(up), scale_format == "ue8m0", scale_floor
+        as_matrix(gate), as_matrix(up), scale_format == "ue8m0", scale_floor
     )
     saved = Quantised(gate_codes, gate_scales, "1x128", scale_format)
     return y.view(gate.shape), saved, Quantised(up_codes, up_scales, "1x128", scale_format)
 
 
+@implements("triton", VERSION)
 def silu_mul_backward_saved(
     dy: torch.Tensor, gate: Quantised, up: Quantised
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,7 +284,7 @@ def silu_mul_backward_saved(
             "silu_mul_backward_saved: gate and up must be what silu_mul_saving returned, 1x128 codes whose scales have "
             f"one layout; got {gate.kind} {gate.scales.stride()} and {up.kind} {up.scales.stride()}"
         )
-    both = silu_mul_backward_op(_matrix(dy), gate.codes, gate.scales, up.codes, up.scales)
+    both = silu_mul_backward_op(as_matrix(dy), gate.codes, gate.scales, up.codes, up.scales)
     dgate, dup = both.chunk(2, -1)
     return dgate.view(dy.shape), dup.view(dy.shape)
 

@@ -13,15 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from precision_kernels.reference.activation import _check
+from precision_kernels.declaration import implements
+from precision_kernels.reference.activation import check_gate_up
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
-from precision_kernels.reference.quantise import _check as _quantise_check
+from precision_kernels.reference.quantise import check_quantisable
 from precision_kernels.registration import fake, operator
-from precision_kernels.triton.activation import _matrix, silu_mul_backward_op, silu_mul_op
-from precision_kernels.triton.launch import cdiv, jit_any_rows
+from precision_kernels.triton.activation import silu_mul_backward_op, silu_mul_op
+from precision_kernels.triton.launch import VERSION, as_matrix, cdiv, jit_any_rows
 from precision_kernels.triton.numerics import INTERPRETED, exp, fast, sigmoid_bf16, silu_bf16
 from precision_kernels.triton.packed import is_packable, multiply, pack, quads, unpack
-from precision_kernels.triton.quantise import _words, aligned_scales, quantise_both_op, transposed_codes
+from precision_kernels.triton.quantise import aligned_scales, code_words, quantise_both_op, transposed_codes
 from precision_kernels.triton.tile_codes import put_both
 
 _WIDTH = tl.constexpr(32)
@@ -43,9 +44,11 @@ def _silu(g):
 @triton.jit
 def _product(gate, up, row, columns, M, gate_m, up_m):
     """round(round(silu(gate)) * up) of rows [32, 32 quads]; zero outside."""
+    # Four bf16 of a row lie in one int64 register pair from the load on; gate is widened one quad at a time.
     inside = (row < M)[:, None]
     a, b, c, d = unpack(tl.load(gate + row[:, None] * gate_m + columns[None, :], inside, 0))
     right = tl.load(up + row[:, None] * up_m + columns[None, :], inside, 0)
+    # SiLU is rounded by packing it, the product by the pair instruction that makes it.
     return multiply(pack(_silu(a), _silu(b), _silu(c), _silu(d)), right)
 
 
@@ -53,12 +56,19 @@ def _product(gate, up, row, columns, M, gate_m, up_m):
 def _product_kernel(
     gate, up, codes, scales, words, scales_t, M, K, gate_m, up_m, scale_b, word_k, floor, UE8M0: tl.constexpr
 ):
+    # A tile of 128 x 128: as many rows as a 128x1 block has, as many columns as a 1x128 block. A thread holds the
+    # same quads of rows 4i, 4i + 1, 4i + 2, 4i + 3 (a, b, c, d), so that it has the four codes of a word of the
+    # transpose.
     row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 32) * 4
     columns = (tl.program_id(0) * _WIDTH + tl.arange(0, _WIDTH)).to(tl.int64)
+    # The whole product is in registers, 64 of a thread's 168 (`_REGISTERS`: three programs of four warps fit a
+    # multiprocessor).
     a = _product(gate, up, row, columns, M, gate_m, up_m)
     b = _product(gate, up, row + 1, columns, M, gate_m, up_m)
     c = _product(gate, up, row + 2, columns, M, gate_m, up_m)
     d = _product(gate, up, row + 3, columns, M, gate_m, up_m)
+    # Scales and codes of both directions from these registers (`tile_codes.put_both`); the product is never in
+    # memory.
     first = tl.program_id(0) * 128
     put_both(a, b, c, d, row, first, codes, scales, words, scales_t, M, K, scale_b, word_k, floor, UE8M0)
 
@@ -79,11 +89,13 @@ def _dgate(dy, g, u, sigmoid):
 @triton.jit
 def _gradients(dy, gate, up, row, columns, M, dy_m, gate_m, up_m):
     """(dgate, dup) of rows [32, 32 quads], rounded to bf16; zero outside."""
+    # Quads as in `_product`; three operands are read, and only the two results outlive this function.
     inside = (row < M)[:, None]
     dy = tl.load(dy + row[:, None] * dy_m + columns[None, :], inside, 0)
     d0, d1, d2, d3 = unpack(dy)
     g0, g1, g2, g3 = unpack(tl.load(gate + row[:, None] * gate_m + columns[None, :], inside, 0))
     u0, u1, u2, u3 = unpack(tl.load(up + row[:, None] * up_m + columns[None, :], inside, 0))
+    # The sigmoid is half of what either gradient costs, so both are made of it here.
     s0, s1, s2, s3 = _sigmoid(g0), _sigmoid(g1), _sigmoid(g2), _sigmoid(g3)
     dgate = pack(
         _dgate(d0, g0, u0, s0), _dgate(d1, g1, u1, s1), _dgate(d2, g2, u2, s2), _dgate(d3, g3, u3, s3)
@@ -96,6 +108,8 @@ def _gradients_kernel(
     dy, gate, up, codes, scales, words, scales_t, M, K, dy_m, gate_m, up_m, scale_b, word_k, floor,
     UE8M0: tl.constexpr,
 ):  # fmt: skip
+    # The tile of `_product_kernel`, twice: a to d are dgate, e to h are dup. Both in registers take 8 warps of 128
+    # (`_GRADIENT_WARPS`); with 96 registers 42 words spilled.
     row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 32) * 4
     columns = (tl.program_id(0) * _WIDTH + tl.arange(0, _WIDTH)).to(tl.int64)
     a, e = _gradients(dy, gate, up, row, columns, M, dy_m, gate_m, up_m)
@@ -103,6 +117,7 @@ def _gradients_kernel(
     c, g = _gradients(dy, gate, up, row + 2, columns, M, dy_m, gate_m, up_m)
     d, h = _gradients(dy, gate, up, row + 3, columns, M, dy_m, gate_m, up_m)
     # One piece of code for both: unrolled it spills 46 words (0.509 ms).
+    # Columns 0 to K - 1 of the result are dgate, K to 2K - 1 dup.
     for half in range(2):
         first = half * K + tl.program_id(0) * 128
         put_both(
@@ -122,7 +137,7 @@ def _results(m: int, k: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Uninitialised 1x128 codes and scales, words of the 128x1 codes and their scales, for a matrix [M, K]."""
     codes = torch.empty(m, k, dtype=FP8, device=device)
     scales_t = torch.empty(blocks(m), k, dtype=torch.float32, device=device)
-    return codes, aligned_scales(m, blocks(k), device), _words(m, k, device), scales_t
+    return codes, aligned_scales(m, blocks(k), device), code_words(m, k, device), scales_t
 
 
 @operator("silu_mul_quantise_both")
@@ -181,17 +196,19 @@ def _quantised(outputs: tuple[torch.Tensor, ...], scale_format: ScaleFormat) -> 
     return rows, Quantised(codes_t, scales_t, "128x1", scale_format)
 
 
+@implements("triton", VERSION)
 def silu_mul_quantise_both(
     gate: torch.Tensor, up: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> tuple[Quantised, Quantised]:
     """``reference.fused.silu_mul_quantise_both``; halves of one fused projection are read in place."""
-    _check(gate, up)
-    gate, up = _matrix(gate), _matrix(up)
-    _quantise_check("silu_mul_quantise_both", gate, scale_format, scale_floor)
+    check_gate_up(gate, up)
+    gate, up = as_matrix(gate), as_matrix(up)
+    check_quantisable("silu_mul_quantise_both", gate, scale_format, scale_floor)
     outputs = silu_mul_quantise_both_op(gate, up, scale_format == "ue8m0", scale_floor)
     return _quantised(outputs, scale_format)
 
 
+@implements("triton", VERSION)
 def silu_mul_backward_quantise_both(
     dy: torch.Tensor,
     gate: torch.Tensor,
@@ -200,9 +217,9 @@ def silu_mul_backward_quantise_both(
     scale_floor: float = SCALE_FLOOR,
 ) -> tuple[Quantised, Quantised]:
     """``reference.fused.silu_mul_backward_quantise_both``; halves of one fused projection are read in place."""
-    _check(gate, up)
-    dy, gate, up = _matrix(dy), _matrix(gate), _matrix(up)
-    _quantise_check("silu_mul_backward_quantise_both", gate, scale_format, scale_floor)
+    check_gate_up(gate, up)
+    dy, gate, up = as_matrix(dy), as_matrix(gate), as_matrix(up)
+    check_quantisable("silu_mul_backward_quantise_both", gate, scale_format, scale_floor)
     outputs = silu_mul_backward_quantise_both_op(dy, gate, up, scale_format == "ue8m0", scale_floor)
     return _quantised(outputs, scale_format)
 

@@ -71,15 +71,21 @@ def _add_keys(
     dq, q, do, lse, delta, rows, k, v, k_t, v_t, first, length, scale, D: tl.constexpr, STEP: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
+    # STEP keys and values, brought to shared memory by the pipeline of the loop that calls; q, do and dq stay in
+    # registers or shared memory for the whole loop.
     keys = first + tl.arange(0, STEP)
     k_rows = _matrix(k, keys, k_t, length, D, EDGE)
     v_rows = _matrix(v, keys, v_t, length, D, EDGE)
-    s = tl.dot(q, tl.trans(k_rows))
-    dp = tl.dot(do, tl.trans(v_rows))
+    # Products 1 and 2, [queries, keys] in fp32 registers: S = Q K^T and dP = dO V^T.
+    s = tl.dot(q, tl.trans(k_rows), input_precision="ieee")
+    dp = tl.dot(do, tl.trans(v_rows), input_precision="ieee")
+    # P from the saved log-sum-exp: no maximum, no second pass. 2^x with log2(e) in the scale is one instruction.
     p = tl.exp2(s * scale - lse[:, None])
+    # On the diagonal a query sees keys up to its own; before it every key counts, and the comparison is left out.
     if EDGE:
         p = tl.where(keys[None, :] <= rows[:, None], p, 0.0)
-    return tl.dot((p * (dp - delta[:, None])).to(q.dtype), k_rows, dq)
+    # Product 3: dS, rounded to the operands' dtype, times K is added to dq in fp32.
+    return tl.dot((p * (dp - delta[:, None])).to(q.dtype), k_rows, dq, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["T", "P"])
@@ -87,30 +93,39 @@ def _queries_kernel(
     q, k, v, do, o, lse, per_row, dq, tiles, scale, T, P, q_t, k_t, v_t, do_t, o_t, dq_t, GROUP,
     D: tl.constexpr, KEPT: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    # A program per query head and tile of 128 queries, tiles in order of their work (`tile_table`).
     head = tl.program_id(0)
     start, length, first, base = _tile(tiles)
     rows = first + tl.arange(0, KEPT)
     real = rows < length
+    # q and dO of the tile are loaded once. Rows behind the sequence are zeros: their gradients are zeros and not
+    # stored.
     q_rows = _matrix(q + start * q_t + head * D, rows, q_t, length, D, True)
     do_rows = _matrix(do + start * do_t + head * D, rows, do_t, length, D, True)
     o_rows = _matrix(o + start * o_t + head * D, rows, o_t, length, D, True)
+    # delta = rowsum(dO * O), once per row; with lse (in powers of two) it is also what `_keys_kernel` needs of a
+    # row, so both are stored. A row behind the sequence gets lse = +inf, so that its P is 0 there.
     delta = tl.sum(o_rows.to(tl.float32) * do_rows.to(tl.float32), 1)
     lse_rows = tl.load(lse + head.to(tl.int64) * T + start + rows, mask=real, other=float("inf")) * _LOG2E
     at = per_row + 2 * head.to(tl.int64) * P + base + rows
     tl.store(at, lse_rows, mask=first < length)
     tl.store(at + P, delta, mask=first < length)
+    # Keys and values of the group: GROUP query heads read one head of them.
     k += start * k_t + head // GROUP * D
     v += start * v_t + head // GROUP * D
     c = scale * _LOG2E
     acc = tl.zeros((KEPT, D), tl.float32)
+    # Keys before the tile: whole steps without a mask (unmasked whole steps: 322 to 354 TFLOPS on an H200).
     for j in tl.range(0, first, STEP, num_stages=STAGES):
         acc = _add_keys(
             acc, q_rows, do_rows, lse_rows, delta, rows, k, v, k_t, v_t, j, length, c, D, STEP, False
         )
+    # Keys of the tile itself: the diagonal, cut at the sequence's end.
     for j in tl.range(first, tl.minimum(first + KEPT, length), STEP, num_stages=STAGES):
         acc = _add_keys(
             acc, q_rows, do_rows, lse_rows, delta, rows, k, v, k_t, v_t, j, length, c, D, STEP, True
         )
+    # dq is written once, by the one program that sums it: no atomics, the same bits in every run.
     _store(dq + start * dq_t + head * D, acc * scale, rows, dq_t, length, D)
 
 
@@ -119,23 +134,28 @@ def _add_queries(
     dk, dv, k, v, q, do, q_all, do_all, per_row, q_t, do_t, P, head, start, row, keys, length, scale,
     D: tl.constexpr, STEP: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
+    # Per-row numbers of the step come by plain loads; padded rows have lse = +inf.
     rows = row + tl.arange(0, STEP)
     at = per_row + 2 * head.to(tl.int64) * P + rows
     lse = tl.load(at)
     delta = tl.load(at + P)
+    # Whole steps are copied in bulk by descriptors (TMA), as no thread has to compute addresses then; a step that
+    # the sequence's end cuts is loaded with a mask, so that no neighbour's NaN gets in.
     if EDGE:
         q_rows = _matrix(q + head * D, rows, q_t, length, D, True)
         do_rows = _matrix(do + head * D, rows, do_t, length, D, True)
     else:
         q_rows = q_all.load([start.to(tl.int32) + row, head * D])
         do_rows = do_all.load([start.to(tl.int32) + row, head * D])
-    s = tl.dot(k, tl.trans(q_rows))
-    dp = tl.dot(v, tl.trans(do_rows))
+    # Products 1 and 2, transposed: [keys, queries] in fp32 registers, so that P and dS are left operands below.
+    s = tl.dot(k, tl.trans(q_rows), input_precision="ieee")
+    dp = tl.dot(v, tl.trans(do_rows), input_precision="ieee")
     p = tl.exp2(s * scale - lse[None, :])
     if EDGE:
         p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
-    dv = tl.dot(p.to(v.dtype), do_rows, dv)
-    dk = tl.dot((p * (dp - delta[None, :])).to(k.dtype), q_rows, dk)
+    # Products 3 and 4: dv += P^T dO and dk += dS^T Q, accumulated in fp32 registers.
+    dv = tl.dot(p.to(v.dtype), do_rows, dv, input_precision="ieee")
+    dk = tl.dot((p * (dp - delta[None, :])).to(k.dtype), q_rows, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -144,9 +164,12 @@ def _keys_kernel(
     q, k, v, do, q_all, do_all, per_row, dk, dv, tiles, scale, P, q_t, k_t, v_t, do_t, dk_t, GROUP,
     D: tl.constexpr, KEPT: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    # A program per key head and tile of 64 or 128 keys. It takes the queries of all heads of its group, so that dk
+    # and dv are summed over the group in registers and rounded once.
     kv = tl.program_id(0)
     start, length, first, base = _tile(tiles)
     keys = first + tl.arange(0, KEPT)
+    # Keys and values of the tile are loaded once and stay; dk_sum and dv_sum are fp32 accumulators in registers.
     k_rows = _matrix(k + start * k_t + kv * D, keys, k_t, length, D, True)
     v_rows = _matrix(v + start * v_t + kv * D, keys, v_t, length, D, True)
     dk_sum = tl.zeros((KEPT, D), tl.float32)
@@ -161,6 +184,8 @@ def _keys_kernel(
     rest = tl.maximum(length - first - KEPT, 0)
     whole = rest // STEP
     edges = near + (rest % STEP != 0).to(tl.int32)
+    # Steps with a mask, of all heads of the group one after the other: one loop, so that its pipeline is filled
+    # once.
     for i in tl.range(0, GROUP * edges, num_stages=STAGES):
         h = i // tl.maximum(edges, 1)
         step = i - h * edges
@@ -169,6 +194,7 @@ def _keys_kernel(
             dk_sum, dv_sum, k_rows, v_rows, q, do, q_all, do_all, per_row, q_t, do_t, P, kv * GROUP + h, start, row,
             keys, length, c, D, STEP, True,
         )  # fmt: skip
+    # All other steps, without a mask.
     for i in tl.range(0, GROUP * whole, num_stages=STAGES):
         h = i // tl.maximum(whole, 1)
         row = first + KEPT + (i - h * whole) * STEP
@@ -176,6 +202,7 @@ def _keys_kernel(
             dk_sum, dv_sum, k_rows, v_rows, q, do, q_all, do_all, per_row, q_t, do_t, P, kv * GROUP + h, start, row,
             keys, length, c, D, STEP, False,
         )  # fmt: skip
+    # Each gradient is written once.
     _store(dk + start * dk_t + kv * D, dk_sum * scale, keys, dk_t, length, D)
     _store(dv + start * dk_t + kv * D, dv_sum, keys, dk_t, length, D)
 

@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from precision_kernels.declaration import implements
 from precision_kernels.reference import digest
+from precision_kernels.triton.launch import VERSION
 
 _A, _B, _C, _D = (tl.constexpr(c) for c in (digest.A, digest.B, digest.C, digest.D))
 _BLOCK, _ROUNDS = 1024, 16
@@ -43,6 +45,7 @@ def _digest_kernel(table, owners, lanes, BLOCK: tl.constexpr, ROUNDS: tl.constex
 
     table int64 [n, 4]: address, index of word 0, number of bytes, first block of the grid. owners int32 [grid]: row.
     """
+    # Which tensor, and which of its words: one launch serves all tensors (a launch each took 60 us of the host).
     row = tl.load(owners + tl.program_id(0))
     entry = table + row.to(tl.int64) * 4
     address = tl.load(entry)
@@ -51,9 +54,12 @@ def _digest_kernel(table, owners, lanes, BLOCK: tl.constexpr, ROUNDS: tl.constex
     whole = size // 8
     base = (tl.program_id(0) - start) * (BLOCK * ROUNDS)
     lane = tl.arange(0, BLOCK)
+    # (i + 1) A of each lane's first word; later words add a constant, so no 64-bit product is made per word for it.
     place = (first + base + 1 + lane).to(tl.uint64, bitcast=True) * _A
     f_sum = tl.zeros((BLOCK,), tl.uint64)
     h_sum = tl.zeros((BLOCK,), tl.uint64)
+    # 16 rounds of 1024 words, 8 kB at a time, each thread four neighbouring words; sums stay in registers. A block
+    # that is full needs no mask.
     if base + BLOCK * ROUNDS <= whole:
         for _ in tl.static_range(ROUNDS):
             f, h = _mixed(tl.load(words + base + lane), place)
@@ -69,8 +75,10 @@ def _digest_kernel(table, owners, lanes, BLOCK: tl.constexpr, ROUNDS: tl.constex
             h_sum += tl.where(inside, h, 0)
             base += BLOCK
             place += _STEP
+    # Sums modulo 2^64 have the same bits in any order: atomics do no harm here.
     tl.atomic_add(lanes + row * 2, _signed_sum(f_sum))
     tl.atomic_add(lanes + row * 2 + 1, _signed_sum(h_sum))
+    # The last bytes, if they make no whole word, are put together by the tensor's last block.
     tail = size - whole * 8
     final = (size - 1) // (8 * BLOCK * ROUNDS)
     if (tl.program_id(0) - start == final) & (tail > 0):  # bytes that make no whole word
@@ -83,6 +91,7 @@ def _digest_kernel(table, owners, lanes, BLOCK: tl.constexpr, ROUNDS: tl.constex
         tl.atomic_add(lanes + row * 2 + 1, _signed_sum(tail_h))
 
 
+@implements("triton", VERSION)
 def tensor_digest(tensors: Sequence[torch.Tensor], starts: Sequence[int] | None = None) -> torch.Tensor:
     """``reference.digest.tensor_digest``: int64 [n, 2] on the tensors' device; returns before the GPU is done."""
     device = tensors[0].device if tensors else torch.device("cpu")

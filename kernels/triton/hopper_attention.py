@@ -62,6 +62,8 @@ def _step(i, walk, KEPT: gl.constexpr, STEP: gl.constexpr):
 @gluon.jit
 def _fetch(i, steps, walk, tile, sources, buffers, arrived, KEPT: gl.constexpr, STEP: gl.constexpr):
     """Starts the copies of step i, if there is one, into the buffers of step i - 2."""
+    # One barrier per buffer counts the bytes of its three bulk copies: q and dO of a step, and lse and delta of its
+    # rows. Beyond the last step nothing is copied, and nobody waits.
     start, base, first_head = tile
     q, do, per_row = sources
     q_rows, do_rows, numbers = buffers
@@ -96,13 +98,18 @@ def _add(
     i, steps, dk, dv, k, v, walk, tile, sources, buffers, arrived, keys, length, scale, KEPT: gl.constexpr,
     STEP: gl.constexpr, EDGE: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
+    # Shared memory: k and v of the tile, and two buffers of q, dO and the rows' numbers. Registers: dk, dv, S, dP
+    # in fp32.
     q_rows, do_rows, numbers = buffers
     slot = i % _STAGES
     q = q_rows.index(slot)
     do = do_rows.index(slot)
     per_row = numbers._reinterpret(gl.float32, [2 * _STAGES, STEP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    # Phase 1: the copies of this step have arrived. The parity is that of the buffer's use.
     mbarrier.wait(arrived.index(slot), i // _STAGES & 1)
+    # A step that the sequence's end cuts holds rows of the neighbour: they are cleared in shared memory before a
+    # product reads them.
     if EDGE:
         _, row = _step(i, walk, KEPT, STEP)
         if row + STEP > length:
@@ -110,16 +117,21 @@ def _add(
             _forget_neighbours(do, length - row, _copied(q.shape[1]))
             fence_async_shared()
             gl.thread_barrier()
+    # Phase 2: S = K Q^T and dP = V dO^T are started together; S is waited for, dP is not.
     zeros = gl.zeros([KEPT, STEP], gl.float32, s_layout)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
+    # Phase 3: the buffers of the step before are free, and its successor's copies start.
     # Every product but dp is done, so nothing reads the buffers of step i - 1.
     gl.thread_barrier()
     _fetch(i + _STAGES - 1, steps, walk, tile, sources, buffers, arrived, KEPT, STEP)
+    # Phase 4: P while dP is under way.
     p = gl.exp2(s * scale - per_row.index(2 * slot).load(columns)[None, :])
     if EDGE:
         p = gl.where(keys[:, None] <= (row + gl.arange(0, STEP, columns))[None, :], p, 0.0)
+    # Phase 5: dv += P dO starts from registers; dS is computed meanwhile, then dk += dS Q starts, and the next
+    # step's first products queue behind it.
     dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), p_layout), do, dv, is_async=True)
     delta = per_row.index(2 * slot + 1).load(columns)
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -166,16 +178,21 @@ def keys_kernel(
     q, k, v, do, per_row, dk, dv, tiles, scale, k_t, v_t, dk_t, GROUP, D: gl.constexpr, KEPT: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
+    # A program per key head and tile of 64 keys, one warpgroup. Two programs share a multiprocessor: one computes
+    # exp while the other multiplies. One program of two warpgroups with three buffers took 0.51 ms instead of 0.45
+    # (H200, 4 x 2048 tokens).
     kv = gl.program_id(0)
     start, length, first, base = _tile(tiles)
     tile = (start, base, kv * GROUP)
     sources = (q, do, per_row)
+    # Accumulators of wgmma: S and dP [64, STEP], dk and dv [64, D]; P and dS become its left operand in registers.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, STEP, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     walk = _walk(GROUP, length, first, KEPT, STEP)
     edge_steps = GROUP * walk[3]
     steps = edge_steps + GROUP * walk[4]
+    # Copies of the first step are on their way while k and v of the tile are loaded.
     buffers, arrived = _buffers(sources, STEP)
     fence_async_shared()
     gl.thread_barrier()
@@ -189,6 +206,7 @@ def keys_kernel(
     dv_sum = warpgroup_mma_init(gl.zeros([KEPT, D], gl.float32, d_layout))
     keys = first + gl.arange(0, KEPT, gl.SliceLayout(1, s_layout))
     c = scale * _LOG2E
+    # Steps near the diagonal and cut ones, with masks; then all others.
     for i in range(edge_steps):
         dk_sum, dv_sum = _add(
             i, steps, dk_sum, dv_sum, k, v, walk, tile, sources, buffers, arrived, keys, length, c, KEPT, STEP, True,
@@ -199,6 +217,7 @@ def keys_kernel(
             i, steps, dk_sum, dv_sum, k, v, walk, tile, sources, buffers, arrived, keys, length, c, KEPT, STEP, False,
             s_layout, p_layout,
         )  # fmt: skip
+    # The last products, then each gradient is written once.
     dk_sum, dv_sum = warpgroup_mma_wait(0, deps=[dk_sum, dv_sum])
     _store(dk, dk_sum * scale, dk_t, kv * D, start, first, length, d_layout)
     _store(dv, dv_sum, dk_t, kv * D, start, first, length, d_layout)
@@ -218,7 +237,10 @@ def _steps_of(x: torch.Tensor) -> TensorDescriptor:
 _NUMBERS = gl.NVMMASharedLayout(0, 32, 2)
 
 
-def launch(q, k, v, do, per_row, dk, dv, tiles, scale: float) -> None:
+def launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, per_row: torch.Tensor, dk: torch.Tensor,
+    dv: torch.Tensor, tiles: torch.Tensor, scale: float,
+) -> None:  # fmt: skip
     """Writes dk and dv [T, Hkv, D]; per_row fp32 [H, 2, P] and tiles of KEPT rows as in `attention`."""
     heads, _, padded = per_row.shape
     numbers = TensorDescriptor(per_row, [2 * heads, padded], [padded, 1], [2, STEP], _NUMBERS)

@@ -6,7 +6,11 @@ as long as an operator's whole dispatch.
 
 from __future__ import annotations
 
+import torch
 import triton
+
+VERSION = f"triton-{triton.__version__}"
+"""What of the installed software decides a Triton kernel's bits."""
 
 jit_any_rows = triton.jit(do_not_specialize=("M", "N"))
 """`triton.jit` for kernels whose results mix rows of a matrix of M (a weight: N) rows. For M = 1 Triton would compile M
@@ -25,4 +29,10 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["cdiv", "jit_any_rows", "next_power_of_2"]
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] as [M, D] with contiguous rows, without a copy where strides allow it."""
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+__all__ = ["VERSION", "as_matrix", "cdiv", "jit_any_rows", "next_power_of_2"]

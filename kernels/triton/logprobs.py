@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from precision_kernels.declaration import implements
 from precision_kernels.reference.exact import SUM_LANES
-from precision_kernels.reference.logprobs import _check, _check_ids
+from precision_kernels.reference.logprobs import check_ids, check_logits
 from precision_kernels.registration import fake, operator
-from precision_kernels.triton.launch import cdiv, next_power_of_2
+from precision_kernels.triton.launch import VERSION, cdiv, next_power_of_2
 from precision_kernels.triton.numerics import exp, fold, log
 
 
@@ -27,11 +28,13 @@ def _scaled(logits, columns, mask, temperature, SCALE: tl.constexpr):
 @triton.jit
 def _row_maximum(logits, V, temperature, SCALE: tl.constexpr, WIDTH: tl.constexpr):
     """max z as [1], NaN if any is NaN, as torch's amax."""
+    # Lane maxima in registers over chunks of the row; they meet once, at the end.
     lanes = tl.arange(0, WIDTH)[None, :]
     top = tl.full((1, WIDTH), float("-inf"), tl.float32)
     for start in range(0, V, WIDTH):
         z = _scaled(logits, start + lanes, start + lanes < V, temperature, SCALE)
         top = tl.maximum(top, z, propagate_nan=tl.PropagateNan.ALL)
+    # A reduction may drop NaN, so it is counted apart.
     poisoned = tl.max((top != top).to(tl.int32), 1) > 0
     return tl.where(poisoned, float("nan"), tl.max(top, 1))
 
@@ -41,10 +44,13 @@ def _token_kernel(
     logits, ids, logp, entropy, lse, V, row_stride, temperature,
     SCALE: tl.constexpr, ENTROPY: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
+    # A program per row. First read: the maximum.
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     lanes = tl.arange(0, WIDTH)[None, :]
     top = _row_maximum(logits, V, temperature, SCALE, WIDTH)
+    # Second read: e^(z - m), added elementwise 2048 apart into lanes, the first level of `lane_sum`. Nothing of
+    # vocabulary size is kept; with many rows one warp holds all lanes, with few eight warps share them (`_launch`).
     lane_sums = tl.zeros((1, WIDTH), tl.float32)
     weighted_sums = tl.zeros((1, WIDTH), tl.float32)
     for start in range(0, V, WIDTH):
@@ -54,8 +60,10 @@ def _token_kernel(
         lane_sums += e
         if ENTROPY:
             weighted_sums += tl.where(e > 0, e * shifted, 0.0)
+    # The upper levels of the tree, once per row.
     total = fold(lane_sums, LOG2)
     log_total = log(total)
+    # The chosen logit is read again, alone, and handled as the others.
     one = tl.zeros((1,), tl.int64)
     chosen = _scaled(logits, tl.load(ids + row + one), one == 0, temperature, SCALE) - top
     tl.store(logp + row + one, chosen - log_total)
@@ -69,11 +77,13 @@ def _token_backward_kernel(
     dlogp, dentropy, logits, ids, lse, entropy, dlogits, V, row_stride, temperature,
     SCALE: tl.constexpr, LOGP: tl.constexpr, ENTROPY: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    # A program per row and chunk: with the log-sum-exp saved, no element waits for another.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < V
     log_p = _scaled(logits + row * row_stride, columns, mask, temperature, SCALE) - tl.load(lse + row)
     p = exp(log_p)
+    # Terms in the order of the definition, each only if its gradient is there.
     grad = tl.zeros((WIDTH,), tl.float32)
     if LOGP:
         g = tl.load(dlogp + row)
@@ -90,15 +100,18 @@ def _token_backward_kernel(
 def _log_softmax_kernel(
     logits, y, V, row_stride, temperature, SCALE: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.constexpr
 ):
+    # First and second read as in `_token_kernel`.
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     lanes = tl.arange(0, WIDTH)[None, :]
     top = _row_maximum(logits, V, temperature, SCALE, WIDTH)
     lane_sums = tl.zeros((1, WIDTH), tl.float32)
+    # Lane sums of e^(z - m).
     for start in range(0, V, WIDTH):
         mask = start + lanes < V
         shifted = _scaled(logits, start + lanes, mask, temperature, SCALE) - top[:, None]
         lane_sums += tl.where(mask, exp(shifted), 0.0)
+    # The tree's upper levels; the third read subtracts.
     log_total = log(fold(lane_sums, LOG2))[:, None]
     for start in range(0, V, WIDTH):
         mask = start + lanes < V
@@ -108,9 +121,11 @@ def _log_softmax_kernel(
 
 @triton.jit
 def _log_softmax_backward_kernel(dy, y, dlogits, V, temperature, SCALE: tl.constexpr, WIDTH: tl.constexpr):
+    # A program per row. First read: the sum of dy in lanes, then across threads, in an order that only V decides.
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.float32)
+    # Second read: dy - p sum(dy), with p = e^y.
     for start in range(0, V, WIDTH):
         total += tl.load(dy + row * V + start + lanes, start + lanes < V, 0.0)
     incoming = tl.sum(total, 0)
@@ -232,18 +247,20 @@ def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@implements("triton", VERSION)
 def token_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, want_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """``reference.logprobs.token_logprobs``: (log p(ids) fp32 [T], entropy fp32 [T] or None, log-sum-exp fp32 [T])."""
-    _check("token_logprobs", logits, temperature)
-    _check_ids(logits, ids)
+    check_logits("token_logprobs", logits, temperature)
+    check_ids(logits, ids)
     logp, entropy, lse = token_logprobs_op(
         _contiguous_rows(logits), ids.contiguous(), temperature, want_entropy
     )
     return logp, entropy if want_entropy else None, lse
 
 
+@implements("triton", VERSION)
 def token_logprobs_backward(
     dlogp: torch.Tensor | None, dentropy: torch.Tensor | None, logits: torch.Tensor, ids: torch.Tensor,
     lse: torch.Tensor, entropy: torch.Tensor | None, temperature: float,
@@ -256,12 +273,14 @@ def token_logprobs_backward(
     )
 
 
+@implements("triton", VERSION)
 def log_softmax(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """``reference.logprobs.log_softmax``: fp32 [T, V]."""
-    _check("log_softmax", logits, temperature)
+    check_logits("log_softmax", logits, temperature)
     return log_softmax_op(_contiguous_rows(logits), temperature)
 
 
+@implements("triton", VERSION)
 def log_softmax_backward(dy: torch.Tensor, y: torch.Tensor, temperature: float) -> torch.Tensor:
     """``reference.logprobs.log_softmax_backward``, the row sum in another (fixed) order."""
     return log_softmax_backward_op(dy.contiguous(), y.contiguous(), temperature)

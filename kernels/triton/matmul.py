@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from precision_kernels.declaration import implements
 from precision_kernels.reference.formats import BLOCK, Quantised
-from precision_kernels.reference.matmul import _expect, _same_contraction
+from precision_kernels.reference.matmul import check_contraction, check_kinds
 from precision_kernels.registration import fake, operator
-from precision_kernels.triton.launch import cdiv
+from precision_kernels.triton.launch import VERSION, cdiv
 from precision_kernels.triton.numerics import INTERPRETED, decode_e4m3, round_to, widen
 
 _TILE_M, _TILE_N, _TILE_K = 64, 128, 64
@@ -27,24 +28,34 @@ def _block_fp8_kernel(
     B_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """c [M, N] (+)= a [M, K] @ b [N, K].T; a's scales [M, K/128], b's [N/B_ROWS, K/128]."""
+    # A tile of 64 x 128 of c per program, four warps, 64 fp32 accumulators per thread. One tile for every shape: a
+    # row's bits must not depend on M, so there is nothing to tune by the number of rows, and the contraction is not
+    # split.
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     columns = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
     ks = tl.arange(0, 128)
     acc = tl.zeros((BM, BN), tl.float32)
     out = c + rows[:, None] * c_m + columns[None, :]
     inside = (rows < M)[:, None] & (columns < N)[None, :]
+    # Main gradients: the sum starts from what is there, block by block as in the definition.
     if ACCUMULATE:
         acc = tl.load(out, inside, 0.0)
+    # One step is one 128-block of the contraction, for which the scales are constant. Operands go through shared
+    # memory, three steps under way.
     for block in range(tl.cdiv(K, 128)):
         k = block * 128 + ks
         x = tl.load(a + rows[:, None] * a_m + k[None, :] * a_k, (rows < M)[:, None] & (k < K)[None, :], 0.0)
         y = tl.load(
             b + columns[None, :] * b_n + k[:, None] * b_k, (columns < N)[None, :] & (k < K)[:, None], 0.0
         )
+        # The sum over the block starts from zero, so that it is one fp32 number (of about 14 bits on Hopper's
+        # tensor cores).
         if INTERPRETED:
             product = tl.dot(decode_e4m3(x), decode_e4m3(y), input_precision="ieee")
         else:
-            product = tl.dot(x, y)
+            product = tl.dot(x, y, input_precision="ieee")
+        # Scaled outside of the tensor cores: acc + product * (scale_a * scale_b), in fp32 without FMA, blocks
+        # ascending.
         row_scale = tl.load(a_scales + rows * as_m + block * as_b, rows < M, 0.0)
         column_scale = tl.load(b_scales + columns // B_ROWS * bs_n + block * bs_b, columns < N, 0.0)
         acc += product * (row_scale[:, None] * column_scale[None, :])
@@ -59,9 +70,12 @@ _block_fp8_one_kernel = triton.jit(_block_fp8_kernel.fn, do_not_specialize=("M",
 def _invariant_kernel(
     x, w, y, M, N, K, x_m, x_k, w_n, w_k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
+    # The tile of `_block_fp8_kernel`, whatever the number of rows.
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     columns = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
     acc = tl.zeros((BM, BN), tl.float32)
+    # 64 elements of the contraction at a time (32 of fp32, which take twice the shared memory), added to fp32
+    # accumulators in registers; ieee: fp32 operands are not cut to tf32.
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         a = tl.load(x + rows[:, None] * x_m + k[None, :] * x_k, (rows < M)[:, None] & (k < K)[None, :], 0.0)
@@ -116,29 +130,32 @@ def _(x, w, out_dtype):
     return torch.empty(x.shape[0], w.shape[0], dtype=out_dtype, device=x.device)
 
 
+@implements("triton", VERSION)
 def block_fp8_matmul(a: Quantised, b: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """``reference.matmul.block_fp8_matmul``: a [M, K] (1x128) @ b [N, K].T (128x128) -> [M, N]."""
-    _expect("block_fp8_matmul", a=(a, "1x128"), b=(b, "128x128"))
-    _same_contraction("block_fp8_matmul", "a columns", a.shape[1], "b columns", b.shape[1])
+    check_kinds("block_fp8_matmul", a=(a, "1x128"), b=(b, "128x128"))
+    check_contraction("block_fp8_matmul", "a columns", a.shape[1], "b columns", b.shape[1])
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.codes.device)
     block_fp8_gemm_op(a.codes, a.scales, b.codes, b.scales, out, BLOCK, False)
     return out
 
 
+@implements("triton", VERSION)
 def dgrad_fp8_matmul(dy: Quantised, w: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """``reference.matmul.dgrad_fp8_matmul``: dy [M, N] (1x128) @ w [N, K] (128x128) -> [M, K]."""
-    _expect("dgrad_fp8_matmul", dy=(dy, "1x128"), w=(w, "128x128"))
-    _same_contraction("dgrad_fp8_matmul", "dy columns", dy.shape[1], "w rows", w.shape[0])
+    check_kinds("dgrad_fp8_matmul", dy=(dy, "1x128"), w=(w, "128x128"))
+    check_contraction("dgrad_fp8_matmul", "dy columns", dy.shape[1], "w rows", w.shape[0])
     out = torch.empty(dy.shape[0], w.shape[1], dtype=out_dtype, device=dy.codes.device)
     codes = w.operands.get("transposed", w.codes)
     block_fp8_gemm_op(dy.codes, dy.scales, codes.t(), w.scales.t(), out, BLOCK, False)
     return out
 
 
+@implements("triton", VERSION)
 def wgrad_fp8_matmul(dy: Quantised, x: Quantised, out: torch.Tensor | None = None) -> torch.Tensor:
     """``reference.matmul.wgrad_fp8_matmul``: dy [M, N].T @ x [M, K], both 128x1, -> fp32 [N, K], added to ``out``."""
-    _expect("wgrad_fp8_matmul", dy=(dy, "128x1"), x=(x, "128x1"))
-    _same_contraction("wgrad_fp8_matmul", "dy rows", dy.shape[0], "x rows", x.shape[0])
+    check_kinds("wgrad_fp8_matmul", dy=(dy, "128x1"), x=(x, "128x1"))
+    check_contraction("wgrad_fp8_matmul", "dy rows", dy.shape[0], "x rows", x.shape[0])
     accumulate = out is not None
     if out is None:
         out = torch.empty(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.codes.device)

@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from precision_kernels.declaration import implements
 from precision_kernels.reference.exact import SUM_LANES
 from precision_kernels.reference.formats import FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
-from precision_kernels.reference.norm import _check
+from precision_kernels.reference.norm import check_norm
 from precision_kernels.registration import fake, operator
 from precision_kernels.triton import wide_norm
-from precision_kernels.triton.launch import cdiv, jit_any_rows, next_power_of_2
+from precision_kernels.triton.launch import VERSION, as_matrix, cdiv, jit_any_rows, next_power_of_2
 from precision_kernels.triton.numerics import (
     INTERPRETED,
     block_amax,
@@ -62,10 +63,14 @@ def _forward_kernel(
     ADD: tl.constexpr, WRITE: tl.constexpr, QUANTISE: tl.constexpr, UE8M0: tl.constexpr, FAST: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
+    # 2048 elements per program and chunk, 16 for each thread of four warps: one long row, or several short ones
+    # (heads), whose index becomes an outer and an inner one where heads are slices.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = (rows < M)[:, None]
     start = (rows // H * x_m + rows % H * x_h)[:, None]
     lanes = tl.arange(0, WIDTH)[None, :]
+    # Read: x (+ residual, rounded and stored) into registers, its squares added elementwise 2048 apart. Up to six
+    # chunks (`_HELD`) stay in registers in the compute dtype; longer rows are read again below.
     squares = tl.zeros((ROWS, WIDTH), tl.float32)
     chunks = ()
     for c in tl.static_range(CHUNKS):
@@ -76,10 +81,12 @@ def _forward_kernel(
             chunks = chunks + (v,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no starred tuples)
         wide = widen(v)
         squares = wide * wide if c == 0 else squares + wide * wide
+    # The tree over 2048 lanes, IEEE division and square root: the bits of the definition.
     total = fold(squares, LOG2)
     r = tl.sqrt_rn(tl.div_rn(total, tl.zeros((ROWS,), tl.float32) + D) + eps)
     r = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), r)
     tl.store(rstd + rows, r, rows < M)
+    # Write: normalise, round, times weight, round; codes are made of the registers that hold the result.
     for c in tl.static_range(CHUNKS):
         columns = lanes + c * WIDTH
         mask = inside & (columns < D)
@@ -94,6 +101,7 @@ def _forward_kernel(
         out = rows[:, None] * D + columns
         if WRITE:
             tl.store(y + out, z, mask)
+        # A block's elements lie in neighbouring threads: its amax is a few shuffles.
         if QUANTISE:
             q = tl.reshape(widen(z), (ROWS, WIDTH // 128, 128))
             scale = block_scale(block_amax(q, 2), floor, UE8M0)
@@ -109,9 +117,12 @@ def _backward_kernel(
     dy, x, weight, rstd, dresidual, dx, partial, M, H, D, x_m, x_h, dy_m, dy_h,
     ADD: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    # A program holds ROWS whole rows at a time and goes through STEPS of them: weight and the partial dweight stay
+    # in registers, and only one row of fp32 per 32 rows is written for dweight.
     columns = tl.arange(0, WIDTH)[None, :]
     w = widen(tl.load(weight + columns, columns < D, 0.0))
     dweight = tl.zeros((ROWS, WIDTH), tl.float32)
+    # A step reads x and dy once. Rows outside are zeros and add nothing to dweight.
     for step in range(STEPS):
         rows = tl.program_id(0).to(tl.int64) * (ROWS * STEPS) + step * ROWS + tl.arange(0, ROWS)
         mask = (rows < M)[:, None] & (columns < D)
@@ -121,11 +132,14 @@ def _backward_kernel(
         n = widen(v) * r
         dweight += g * widen(round_to(n, v.dtype))
         g = g * w
+        # One sum per row, over all its columns: the order is Triton's, fixed by D. So dx is close to the
+        # definition, not bit-equal.
         mean = tl.div_rn(tl.sum(g * n, 1), tl.zeros((ROWS,), tl.float32) + D)
         out = rows[:, None] * D + columns
         d = r * (g - n * mean[:, None])
         if ADD:
             d += widen(tl.load(dresidual + out, mask, 0.0))
+        # dweight of this program's rows; the host sums programs in order.
         tl.store(dx + out, round_to(d, dx.dtype.element_ty), mask)
     tl.store(
         partial + tl.program_id(0).to(tl.int64) * D + tl.arange(0, WIDTH),
@@ -144,12 +158,6 @@ def _shape(x: torch.Tensor) -> tuple[int, int, int, int, int]:
 def _rows_of(x: torch.Tensor) -> torch.Tensor:
     """x [..., D] as [M, D] or [T, H, D] with contiguous rows, without a copy where strides allow it."""
     x = x if x.dim() in (2, 3) else x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] as [M, D] with contiguous rows."""
-    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -234,18 +242,20 @@ def _(dy, x, weight, rstd, dresidual):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(x.shape[-1], dtype=torch.float32)
 
 
+@implements("triton", VERSION)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.norm.rms_norm``: (y like x, rstd fp32 [..., 1])."""
-    _check("rms_norm", x, weight)
+    check_norm("rms_norm", x, weight)
     y, _, rstd, _, _ = rms_norm_op(_rows_of(x), None, weight, eps, True, False, False, SCALE_FLOOR)
     return y.view(x.shape), rstd.view(*x.shape[:-1], 1)
 
 
+@implements("triton", VERSION)
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``reference.norm.add_rms_norm``: (y, new residual, rstd)."""
-    _check("add_rms_norm", x, weight, residual)
+    check_norm("add_rms_norm", x, weight, residual)
     rows = _rows_of(x)
     y, summed, rstd, _, _ = rms_norm_op(
         rows, residual.reshape(rows.shape).contiguous(), weight, eps, True, False, False, SCALE_FLOOR
@@ -272,6 +282,7 @@ def _normalise_and_quantise(
     return Quantised(codes, scales, "1x128", scale_format), summed, rstd
 
 
+@implements("triton", VERSION)
 def rms_norm_quantise(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -280,11 +291,12 @@ def rms_norm_quantise(
     scale_floor: float = SCALE_FLOOR,
 ) -> tuple[Quantised, torch.Tensor]:
     """``reference.fused.rms_norm_quantise``: (1x128 codes of the norm [M, D], rstd fp32 [M, 1])."""
-    _check("rms_norm_quantise", x, weight)
-    codes, _, rstd = _normalise_and_quantise(_matrix(x), None, weight, eps, scale_format, scale_floor)
+    check_norm("rms_norm_quantise", x, weight)
+    codes, _, rstd = _normalise_and_quantise(as_matrix(x), None, weight, eps, scale_format, scale_floor)
     return codes, rstd
 
 
+@implements("triton", VERSION)
 def add_rms_norm_quantise(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -294,11 +306,12 @@ def add_rms_norm_quantise(
     scale_floor: float = SCALE_FLOOR,
 ) -> tuple[Quantised, torch.Tensor, torch.Tensor]:
     """``reference.fused.add_rms_norm_quantise``: (1x128 codes of the norm, new residual [M, D], rstd fp32 [M, 1])."""
-    _check("add_rms_norm_quantise", x, weight, residual)
-    rows = _matrix(residual).contiguous()
-    return _normalise_and_quantise(_matrix(x), rows, weight, eps, scale_format, scale_floor)
+    check_norm("add_rms_norm_quantise", x, weight, residual)
+    rows = as_matrix(residual).contiguous()
+    return _normalise_and_quantise(as_matrix(x), rows, weight, eps, scale_format, scale_floor)
 
 
+@implements("triton", VERSION)
 def rms_norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

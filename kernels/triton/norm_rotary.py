@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from precision_kernels.declaration import implements
 from precision_kernels.reference.exact import SUM_LANES
-from precision_kernels.reference.norm import _check as check_norm
-from precision_kernels.reference.rotary import _check as check_rotary
+from precision_kernels.reference.norm import check_norm
+from precision_kernels.reference.rotary import check_rotary
 from precision_kernels.registration import fake, operator
-from precision_kernels.triton.launch import cdiv
+from precision_kernels.triton.launch import VERSION, cdiv
 from precision_kernels.triton.norm import rms_norm
 from precision_kernels.triton.numerics import fold, round_to, widen
 from precision_kernels.triton.rotary import rotary
@@ -26,14 +27,18 @@ _TOKENS = 4
 def _turned(
     x, weight, out, tokens, head, cos, sin, mask, x_t, x_h, out_t, eps, HALF: tl.constexpr, LOG2: tl.constexpr
 ):
+    # The two halves of a head are loaded apart, so that a thread holds both elements of a rotated pair. One warp
+    # holds four heads.
     pairs = tl.arange(0, HALF)[None, :]
     source = x + tokens[:, None] * x_t + head * x_h
     target = out + tokens[:, None] * out_t + head * (2 * HALF)
     dtype: tl.constexpr = x.dtype.element_ty
     x1, x2 = widen(tl.load(source + pairs, mask, 0.0)), widen(tl.load(source + HALF + pairs, mask, 0.0))
+    # The norm's tree: its last level adds the sums of the halves.
     total = fold(x1 * x1, LOG2) + fold(x2 * x2, LOG2)
     r = tl.sqrt_rn(tl.div_rn(total, tl.full(total.shape, 2.0 * HALF, tl.float32)) + eps)
     r = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), r)[:, None]
+    # The roundings of `rms_norm`, then those of `rotary`; the norm's result is never in memory.
     n1, n2 = widen(round_to(x1 * r, dtype)), widen(round_to(x2 * r, dtype))
     z1 = widen(round_to(n1 * widen(tl.load(weight + pairs)), dtype))
     z2 = widen(round_to(n2 * widen(tl.load(weight + HALF + pairs)), dtype))
@@ -46,9 +51,11 @@ def _norm_rotary_kernel(
     q, k, q_weight, k_weight, q_out, k_out, positions, table, T, H, HKV, q_t, q_h, k_t, k_h, eps,
     TOKENS: tl.constexpr, HALF: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
+    # A program per four tokens and one head of q or k; one warp, for at few rows launches cost more than bandwidth.
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     pairs = tl.arange(0, HALF)[None, :]
     mask = (tokens < T)[:, None] & (pairs < HALF)
+    # cos and sin of the tokens, in registers, shared by both halves.
     row = tl.load(positions + tokens, tokens < T, 0)[:, None] * (2 * HALF)
     cos = widen(tl.load(table + row + pairs, mask, 0.0))
     sin = widen(tl.load(table + row + HALF + pairs, mask, 0.0))
@@ -97,6 +104,7 @@ def _fits(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> bool:
     )
 
 
+@implements("triton", VERSION)
 def norm_rotary(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from typing import Any
 
 import torch
 import triton
@@ -31,7 +32,7 @@ def _repair_interpreter() -> None:
 
     patch = interpreter._patch_lang_tensor
 
-    def repaired(tensor, scope) -> None:
+    def repaired(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

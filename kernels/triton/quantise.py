@@ -16,11 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
+from precision_kernels.declaration import implements
 from precision_kernels.reference.formats import BLOCK, FP8, SCALE_FLOOR, Quantised, ScaleFormat, blocks
-from precision_kernels.reference.quantise import INPUT_DTYPES, _check
+from precision_kernels.reference.quantise import INPUT_DTYPES, check_quantisable
 from precision_kernels.registration import fake, operator
 from precision_kernels.triton import packed_quantise
-from precision_kernels.triton.launch import cdiv, jit_any_rows
+from precision_kernels.triton.launch import VERSION, cdiv, jit_any_rows
 from precision_kernels.triton.numerics import (
     amax_of,
     block_amax,
@@ -50,10 +51,10 @@ def aligned_scales(rows: int, columns: int, device: torch.device) -> torch.Tenso
 
 def transposed_codes(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """Uninitialised e4m3 codes [rows, columns] whose storage is [columns, rows rounded up to 128]."""
-    return _words(rows, columns, device).view(FP8).t()[:rows]
+    return code_words(rows, columns, device).view(FP8).t()[:rows]
 
 
-def _words(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+def code_words(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """Uninitialised storage of `transposed_codes`, four neighbouring rows' codes of a column in one int32."""
     return torch.empty(columns, blocks(rows) * BLOCK // 4, dtype=torch.int32, device=device)
 
@@ -63,14 +64,18 @@ def _rows_kernel(
     x, codes, scales, M, K, x_m, x_k, scale_m, scale_b, floor,
     UE8M0: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    # A tile of 8 x 512, 32 elements per thread of four warps: a row piece is four whole blocks (`_ROWS`: 90 % of
+    # the copy bandwidth).
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     v = widen(tl.load(x + rows[:, None] * x_m + columns[None, :].to(tl.int64) * x_k, mask, 0.0))
+    # A block's elements meet once, for the amax; the scale is then with all threads of the block.
     v = tl.reshape(v, (ROWS, BLOCKS, 128))
     scale = block_scale(block_amax(v, 2), floor, UE8M0)
     code = encode_e4m3(divide_by_scale(v, scale[:, :, None], FAST))
     tl.store(codes + rows[:, None] * K + columns[None, :], tl.reshape(code, (ROWS, BLOCKS * 128)), mask)
+    # Scales are stored column by column, as DeepGEMM's bulk copies read them.
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     inside = (rows < M)[:, None] & (block * 128 < K)[None, :]
     tl.store(scales + rows[:, None] * scale_m + block[None, :].to(tl.int64) * scale_b, scale, inside)
@@ -112,9 +117,12 @@ def _columns_kernel(
     x, codes, scales, words, scales_t, M, K, x_m, x_k, scale_m, scale_b, word_k, floor,
     UE8M0: tl.constexpr, FAST: tl.constexpr, ROWS_TOO: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    # A tile of 128 rows, one block of every column, WIDTH columns wide: 64 elements per thread. A thread holds rows
+    # 4i to 4i + 3 (a, b, c, d), whose codes of a column are one int32 of the transpose.
     row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 32) * 4
     columns = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
     a, b, c, d = _load_four(x, M, K, x_m, x_k, row, columns)
+    # WIDTH is 128 then: the same registers are also one 1x128 block per row.
     if ROWS_TOO:
         for i in tl.static_range(4):
             v = a if i == 0 else b if i == 1 else c if i == 2 else d
@@ -124,7 +132,9 @@ def _columns_kernel(
             out = codes + (row + i)[:, None] * K + columns[None, :]
             tl.store(out, code, inside[:, None] & (columns < K)[None, :])
             tl.store(scales + (row + i) * scale_m + tl.program_id(0).to(tl.int64) * scale_b, scale, inside)
+    # Along the rows: the four rows of a thread first, then across threads.
     scale = block_scale(amax_of(tl.max(_ordered_four(a, b, c, d), 0)), floor, UE8M0)
+    # Four codes cross shared memory as one word; as bytes each code cost one access.
     _store_words(words, a, b, c, d, scale[None, :], word_k, columns, K, FAST)
     tl.store(scales_t + tl.program_id(1).to(tl.int64) * K + columns, scale, columns < K)
 
@@ -134,16 +144,19 @@ def _weight_kernel(
     w, codes, words, scales, N, K, w_n, w_k, word_k, floor,
     UE8M0: tl.constexpr, FAST: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
+    # A tile is one 128x128 block, in the arrangement of `_columns_kernel`: 128 elements per thread of four warps.
     row = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 32) * 4
     columns = (tl.program_id(0) * 128 + tl.arange(0, 128)).to(tl.int64)
     a, b, c, d = _load_four(w, N, K, w_n, w_k, row, columns)
     # A scalar: with the scale as a [1, 1] block, Triton 3.6 left a quarter of the transposed codes unwritten.
     scale = block_scale(amax_of(tl.max(tl.max(_ordered_four(a, b, c, d), 1), 0)), floor, UE8M0)
+    # Codes row by row, for the forward ...
     for i in tl.static_range(4):
         v = a if i == 0 else b if i == 1 else c if i == 2 else d
         out = codes + (row + i)[:, None] * K + columns[None, :]
         code = encode_e4m3(divide_by_scale(v, scale, FAST))
         tl.store(out, code, (row + i < N)[:, None] & (columns < K)[None, :])
+    # ... and the same codes transposed, for the dgrad, whose contraction must be contiguous on Hopper.
     if TRANSPOSE:
         _store_words(words, a, b, c, d, scale, word_k, columns, K, FAST)
     tl.store(scales + tl.program_id(1).to(tl.int64) * tl.cdiv(K, 128) + tl.program_id(0), scale)
@@ -154,6 +167,7 @@ def _dequantise_kernel(
     codes, scales, y, M, K, code_m, code_k, scale_m, scale_k, HIGH: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    # A tile of 16 x 256; a scale is read once per element, from the cache after the first.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
@@ -193,7 +207,7 @@ def _columns(
     shape = (m, k) if rows_too else (0, 0)
     codes = torch.empty(shape, dtype=FP8, device=x.device)
     scales = aligned_scales(shape[0], blocks(shape[1]), x.device)
-    words = _words(m, k, x.device)
+    words = code_words(m, k, x.device)
     scales_t = torch.empty(blocks(m), k, dtype=torch.float32, device=x.device)
     if m and k and rows_too and packed_quantise.accepts(x, floor):
         packed_quantise.launch(x, codes, scales, words, scales_t, ue8m0, floor)
@@ -243,7 +257,7 @@ def quantise_weight_op(
     n, k = w.shape
     codes = torch.empty(n, k, dtype=FP8, device=w.device)
     scales = torch.empty(blocks(n), blocks(k), dtype=torch.float32, device=w.device)
-    words = _words(n, k, w.device) if transpose else _words(0, 0, w.device)
+    words = code_words(n, k, w.device) if transpose else code_words(0, 0, w.device)
     if n and k:
         _weight_kernel[(cdiv(k, BLOCK), cdiv(n, BLOCK))](
             w, codes, words, scales, n, k, *w.stride(), words.stride(0), floor, UE8M0=ue8m0,
@@ -280,43 +294,48 @@ def _(codes, scales, high, wide, dtype):
     return torch.empty(codes.shape, dtype=dtype, device=codes.device)
 
 
+@implements("triton", VERSION)
 def quantise_activation(
     x: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> Quantised:
     """``reference.quantise_activation``; scales lie in the TMA layout."""
-    _check("quantise_activation", x, scale_format, scale_floor)
+    check_quantisable("quantise_activation", x, scale_format, scale_floor)
     codes, scales = quantise_rows_op(x, scale_format == "ue8m0", scale_floor)
     return Quantised(codes, scales, "1x128", scale_format)
 
 
+@implements("triton", VERSION)
 def quantise_columns(
     x: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> Quantised:
     """``reference.quantise_columns``; codes are stored transposed."""
-    _check("quantise_columns", x, scale_format, scale_floor)
+    check_quantisable("quantise_columns", x, scale_format, scale_floor)
     codes, scales = quantise_columns_op(x, scale_format == "ue8m0", scale_floor)
     return Quantised(codes, scales, "128x1", scale_format)
 
 
+@implements("triton", VERSION)
 def quantise_both(
     x: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> tuple[Quantised, Quantised]:
     """``reference.quantise_both`` in one launch: x is read once."""
-    _check("quantise_both", x, scale_format, scale_floor)
+    check_quantisable("quantise_both", x, scale_format, scale_floor)
     codes, scales, codes_t, scales_t = quantise_both_op(x, scale_format == "ue8m0", scale_floor)
     rows = Quantised(codes, scales, "1x128", scale_format)
     return rows, Quantised(codes_t, scales_t, "128x1", scale_format)
 
 
+@implements("triton", VERSION)
 def quantise_weight(
     w: torch.Tensor, scale_format: ScaleFormat = "fp32", scale_floor: float = SCALE_FLOOR
 ) -> Quantised:
     """``reference.quantise_weight``, with the transposed codes that dgrad needs in ``operands["transposed"]``."""
-    _check("quantise_weight", w, scale_format, scale_floor)
+    check_quantisable("quantise_weight", w, scale_format, scale_floor)
     codes, scales, codes_t = quantise_weight_op(w, scale_format == "ue8m0", scale_floor, True)
     return Quantised(codes, scales, "128x128", scale_format, {"transposed": codes_t})
 
 
+@implements("triton", VERSION)
 def dequantise(q: Quantised, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """``reference.dequantise`` to float32, bfloat16 or float16."""
     if dtype not in INPUT_DTYPES:

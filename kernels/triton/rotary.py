@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from precision_kernels.reference.rotary import _check
+from precision_kernels.declaration import implements
+from precision_kernels.reference.rotary import check_rotary
 from precision_kernels.registration import fake, operator
-from precision_kernels.triton.launch import cdiv, next_power_of_2
+from precision_kernels.triton.launch import VERSION, cdiv, next_power_of_2
 from precision_kernels.triton.numerics import round_to, widen
 
 _TOKENS, _WARPS = 8, 2
@@ -19,6 +22,7 @@ _TOKENS, _WARPS = 8, 2
 def _rotate(
     x, out, tokens, head, cos, sin, mask, T, x_t, x_h, out_t, D, HALF, PAIRS: tl.constexpr, REST: tl.constexpr
 ):
+    # Both elements of a pair are with one thread, so the rotation needs no exchange.
     pairs = tl.arange(0, PAIRS)[None, :]
     source = x + tokens[:, None] * x_t + head * x_h
     target = out + tokens[:, None] * out_t + head * D
@@ -26,6 +30,7 @@ def _rotate(
     x2 = widen(tl.load(source + HALF + pairs, mask, 0.0))
     tl.store(target + pairs, round_to(x1 * cos - x2 * sin, out.dtype.element_ty), mask)
     tl.store(target + HALF + pairs, round_to(x2 * cos + x1 * sin, out.dtype.element_ty), mask)
+    # Elements beyond the rotated ones are copied.
     if REST > 0:
         rest = 2 * HALF + tl.arange(0, REST)[None, :]
         kept = (tokens < T)[:, None] & (rest < D)
@@ -37,10 +42,12 @@ def _rotary_kernel(
     q, k, v, q_out, k_out, v_out, positions, table, T, H, HKV, D, HALF, q_t, q_h, k_t, k_h, v_t, v_h, q_out_t, k_out_t,
     v_out_t, SIGN: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    # A program per 8 tokens and one head of q, k or v (2 warps; `_TOKENS` has the measurement).
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     pairs = tl.arange(0, PAIRS)[None, :]
     mask = (tokens < T)[:, None] & (pairs < HALF)
     head = tl.program_id(1)
+    # cos and sin of the tokens into registers; the table is small and stays in the cache between heads.
     if head < H + HKV:
         row = tl.load(positions + tokens, tokens < T, 0)[:, None] * (2 * HALF)
         cos = widen(tl.load(table + row + pairs, mask, 0.0))
@@ -50,6 +57,7 @@ def _rotary_kernel(
         else:
             _rotate(k, k_out, tokens, head - H, cos, sin, mask, T, k_t, k_h, k_out_t, D, HALF, PAIRS, REST)
     else:
+        # A head of v is copied as it is: the joint product that holds it need not be kept.
         head -= H + HKV
         columns = tl.arange(0, WIDTH)[None, :]
         inside = (tokens < T)[:, None] & (columns < D)
@@ -57,7 +65,10 @@ def _rotary_kernel(
         tl.store(v_out + tokens[:, None] * v_out_t + head * D + columns, copied, inside)
 
 
-def _launch(sources, outputs, positions: torch.Tensor, cos_sin: torch.Tensor, sign: float) -> None:
+def _launch(
+    sources: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], positions: torch.Tensor,
+    cos_sin: torch.Tensor, sign: float,
+) -> None:  # fmt: skip
     """q and k of ``sources`` rotated, and v, if there is one, as it is, to ``outputs`` [T, heads, D], whose heads are
     contiguous.
     """
@@ -122,7 +133,7 @@ def rotary_joint_op(
     cos_sin: torch.Tensor,
     sign: float,
 ) -> torch.Tensor:
-    """As `rotary_and_copy_op`, all three beside each other: [T, (H + 2 Hkv) D]."""
+    """As `rotary_and_copy_op`, all three side by side: [T, (H + 2 Hkv) D]."""
     out = _joint(q, k)
     _launch((q, k, v), out.view(len(q), -1, q.shape[2]).split([q.shape[1], k.shape[1], k.shape[1]], 1), positions,
             cos_sin, sign)  # fmt: skip
@@ -146,6 +157,7 @@ def _table(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor
     return positions.contiguous(), cos_sin.contiguous()
 
 
+@implements("triton", VERSION)
 def rotary(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -154,13 +166,14 @@ def rotary(
     v: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """``reference.rotary.rotary``: q [T, H, D], k and v [T, Hkv, D], positions int64 [T], table [P, R]."""
-    _check(q, k, cos_sin)
+    check_rotary(q, k, cos_sin)
     positions, cos_sin = _table(cos_sin, positions)
     if v is None:
         return rotary_op(_heads(q), _heads(k), positions, cos_sin, 1.0)
     return rotary_and_copy_op(_heads(q), _heads(k), _heads(v), positions, cos_sin, 1.0)
 
 
+@implements("triton", VERSION)
 def rotary_backward(
     dq: torch.Tensor, dk: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,6 +182,7 @@ def rotary_backward(
     return rotary_op(_heads(dq), _heads(dk), positions, cos_sin, -1.0)
 
 
+@implements("triton", VERSION)
 def rotary_backward_joint(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
 ) -> torch.Tensor:

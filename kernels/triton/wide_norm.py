@@ -58,11 +58,13 @@ def _total(v):
 @triton.jit
 def _quantise(z, codes, scales, at, block, inside, QUADS, scale_b, floor, UE8M0: tl.constexpr):
     """1x128 codes and scales of z [quads], whose quads are ``at`` of the row and whose first block is ``block``."""
+    # A block is 32 quads, which lie in 8 threads: its amax is three shuffles.
     BLOCKS: tl.constexpr = z.shape[0] // 32
     z = tl.reshape(z, (BLOCKS, 32))
     scale = block_scale(amax_of(tl.max(largest(lifted(z)), 1) & -65536), floor, UE8M0)
     e, f, g, h = unpack(z)
     wide = scale[:, None]
+    # Four codes of a quad are one int32, four of these one 16-byte store per thread.
     code = encode_rows(
         divide_by_scale(e, wide, True),
         divide_by_scale(f, wide, True),
@@ -80,8 +82,11 @@ def _wide_kernel(
     ADD: tl.constexpr, WRITE: tl.constexpr, QUANTISE: tl.constexpr, UE8M0: tl.constexpr, PIECES: tl.constexpr,
     WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    # A program per row. Four warps hold a piece of 2048 columns as 512 quads: 16 neighbouring columns per thread.
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, WIDTH)
+    # The row (with the residual: the rounded sum, which is stored) stays packed in registers until it is written:
+    # half the registers of fp32 copies, twice the programs per multiprocessor.
     pieces = ()
     for p in tl.static_range(PIECES):
         at = p * WIDTH + lanes
@@ -91,13 +96,17 @@ def _wide_kernel(
             v = add(v, tl.load(residual + row * QUADS + at, inside, 0))
             tl.store(new_residual + row * QUADS + at, v, inside)
         pieces = pieces + (v,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no starred tuples)
+    # Pieces are added elementwise (elements 2048 apart), neighbours in the thread's registers, lanes by shuffles,
+    # warps once.
     a, b, c, d = _squares(pieces[0])  # type: ignore[misc]
     for p in tl.static_range(1, PIECES):
         e, f, g, h = _squares(pieces[p])
         a, b, c, d = a + e, b + f, c + g, d + h
     total = _total((a + b) + (c + d))
+    # IEEE division and square root.
     r = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(total, D.to(tl.float32)) + eps))
     tl.store(rstd + row, r)
+    # Normalised, multiplied by the weight and rounded in pairs; codes are made of the same registers.
     for p in tl.static_range(PIECES):
         at = p * WIDTH + lanes
         inside = (at < QUADS) | (EVEN or p < PIECES - 1)
@@ -141,6 +150,8 @@ def _wide_backward_kernel(
     dy, x, weight, rstd, dresidual, dx, partial, M, QUADS, D, x_m, dy_m,
     ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    # A program takes 32 rows one after the other; its warps share a row of up to 8192 columns, 16 per thread. The
+    # weight and the sums of dweight (fp32, s0 to s3: elements 0 to 3 of a quad) stay in registers.
     lanes = tl.arange(0, WIDTH)
     inside = lanes < QUADS
     weights = tl.load(weight + lanes, inside, 0)
@@ -148,17 +159,21 @@ def _wide_backward_kernel(
     s1, s2, s3 = s0, s0, s0
     row = tl.program_id(0).to(tl.int64) * ROWS
     end = tl.minimum(row + ROWS, M)
+    # The first row, then in each turn the next one is loaded before the present one is computed: 0.071 ms instead
+    # of 0.081 for 8192 x 4096 (H200).
     v, g, d = _backward_row(x, dy, dresidual, row, lanes, inside, QUADS, x_m, dy_m, ADD)
     r = tl.load(rstd + row)
     for _ in range(ROWS):
         more = row + 1 < end
         ahead = _backward_row(x, dy, dresidual, row + 1, lanes, inside & more, QUADS, x_m, dy_m, ADD)
         r_ahead = tl.load(rstd + row + 1, more, 0.0)
+        # x * rstd in fp32; rounded to bf16 for dweight, as the forward rounded it.
         n0, n1, n2, n3 = unpack(v)
         n0, n1, n2, n3 = n0 * r, n1 * r, n2 * r, n3 * r
         g0, g1, g2, g3 = unpack(g)
         z0, z1, z2, z3 = unpack(pack(n0, n1, n2, n3))
         s0, s1, s2, s3 = tl.fma(g0, z0, s0), tl.fma(g1, z1, s1), tl.fma(g2, z2, s2), tl.fma(g3, z3, s3)
+        # dx: one sum over the row, across all warps, per row.
         g0, g1, g2, g3 = _through(n0, n1, n2, n3, g0, g1, g2, g3, weights, r, D)
         if ADD:
             d0, d1, d2, d3 = unpack(d)
@@ -167,6 +182,7 @@ def _wide_backward_kernel(
         v, g, d = ahead
         r = r_ahead
         row += 1
+    # dweight of 32 rows; the host adds the programs in order, so only the number of rows decides the order.
     out = partial + tl.program_id(0).to(tl.int64) * D + 4 * lanes
     tl.store(out, s0, inside)
     tl.store(out + 1, s1, inside)
@@ -185,8 +201,9 @@ def accepts(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
 
 
 def launch(
-    x, residual, weight, outputs, eps: float, write: bool, quantise: bool, ue8m0: bool, floor: float
-) -> None:
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, outputs: tuple[torch.Tensor, ...],
+    eps: float, write: bool, quantise: bool, ue8m0: bool, floor: float,
+) -> None:  # fmt: skip
     """Fill ``outputs`` = (y, new residual, rstd, codes, scales) of `norm.rms_norm_op`; x is one that `accepts`."""
     y, summed, rstd, codes, scales = outputs
     m, d = x.shape
@@ -203,7 +220,9 @@ def launch(
     )  # fmt: skip
 
 
-def accepts_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dresidual) -> bool:
+def accepts_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dresidual: torch.Tensor | None
+) -> bool:
     """Whether `launch_backward` takes these."""
     return (
         x.dim() == 2
@@ -212,7 +231,10 @@ def accepts_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dr
     )
 
 
-def launch_backward(dy, x, weight, rstd, dresidual, dx) -> torch.Tensor:
+def launch_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dresidual: torch.Tensor | None,
+    dx: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Fill ``dx`` of `norm.rms_norm_backward_op` -> dweight of each `BACKWARD_ROWS` rows, fp32; all are accepted."""
     m, d = x.shape
     width = next_power_of_2(d) // 4

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.algorithm.fleet import call_runners
+from rllib_llm.errors import RllibLLMError
 
 if TYPE_CHECKING:
     from ray.rllib.env.env_runner_group import EnvRunnerGroup
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineSleepError", "asleep"]
 
 
-class EngineSleepError(RuntimeError):
+class EngineSleepError(RllibLLMError, RuntimeError):
     """Some engine did not give its memory back, or did not wake; names the env runners."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import tree
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
 from rllib_llm.algorithm.sampling import NoSamplesError, dispatch
@@ -30,11 +31,14 @@ def evaluate_text(algorithm: GRPO, eval_group: EnvRunnerGroup | None) -> tuple[d
         group,
         range(config.evaluation_duration),
         algorithm.weights.version,
-        config.evaluation_sample_timeout_s,
+        config.evaluation_sample_timeout_s or algorithm.settings.rollout.sample_timeout_s,
         evaluation=True,
     )
     if not found.episodes:
         raise NoSamplesError("evaluation got no sample from any env runner.\n" + "\n".join(found.errors[-2:]))
+    # Of an evaluation that no result has reported yet, RLlib would give the mean over it and this one.
+    earlier = algorithm.metrics.stats.get(EVALUATION_RESULTS, {}).get(ENV_RUNNER_RESULTS, {})
+    tree.map_structure(lambda stats: stats.reduce(), earlier)
     algorithm.metrics.aggregate(found.metrics, key=(EVALUATION_RESULTS, ENV_RUNNER_RESULTS))
     steps = len(found.episodes)
     results: dict[str, Any] = algorithm.metrics.peek((EVALUATION_RESULTS, ENV_RUNNER_RESULTS), default={})

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rllib_llm.corrections import correction_weights
-from rllib_llm.guard import Evidence, Guard, GuardVerdict, changed_sides
+from rllib_llm.errors import RllibLLMError
+from rllib_llm.losses.corrections import correction_weights
 from rllib_llm.mismatch import MismatchMonitor
+from rllib_llm.mismatch.guard import Evidence, Guard, GuardVerdict, changed_sides
 
 if TYPE_CHECKING:
     from precision_policies import PrecisionPolicy
-    from rllib_llm.episode import TextEpisode
+    from rllib_llm.rollout.episode import TextEpisode
 
 __all__ = ["Observation", "PrecisionHalt", "PrecisionMonitor"]
 
@@ -28,7 +29,7 @@ def _environment(episode: TextEpisode) -> str:
     return str(episode.info.get("task") or _UNNAMED).replace("/", "_")
 
 
-class PrecisionHalt(RuntimeError):
+class PrecisionHalt(RllibLLMError, RuntimeError):
     """The guard stopped training; the message says which side changed and where the checkpoint is."""
 
 

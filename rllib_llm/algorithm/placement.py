@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.errors import InputError, RllibLLMError
+
 __all__ = [
     "PlacementError",
     "cluster_may_grow",
@@ -17,7 +19,7 @@ __all__ = [
 ]
 
 
-class PlacementError(ValueError):
+class PlacementError(RllibLLMError, InputError, ValueError):
     """A trial asks for what no node of the cluster has; `.problems` holds one sentence per problem."""
 
     def __init__(self, problems: Sequence[str]):
@@ -86,19 +88,19 @@ def with_engine(config: Any, bundles: Sequence[Mapping[str, float]]) -> list[dic
     out = [dict(bundle) for bundle in bundles]
     if config.num_env_runners == 0 and config.num_gpus_per_env_runner:
         out[0]["GPU"] = out[0].get("GPU", 0.0) + config.num_gpus_per_env_runner
-    options, problems = config.rollout_config["engine_options"], []
+    options, problems = config.rollout["engine_options"], []
     inside = config.num_env_runners == 0
     gpus = out[0].get("GPU", 0.0) if inside else config.num_gpus_per_env_runner
     if str(options.get("device", "")).startswith("cuda") and not gpus:
         where = "the trainer's process, which" if inside else "env runners, each of which"
         problems.append(
-            f"rollout_config.engine_options.device = {options['device']!r}: the engine is in {where} asks Ray for no "
+            f"rollout.engine_options.device = {options['device']!r}: the engine is in {where} asks Ray for no "
             "GPU and would see none. Set num_gpus_per_env_runner (run.resources.gpus_per_env_runner), or device cpu."
         )
     for name in ("num_gpus", "num_cpus"):
         if options.get(name):
             problems.append(
-                f"rollout_config.engine_options.{name} = {options[name]!r}: inside a trial the engine's process would "
+                f"rollout.engine_options.{name} = {options[name]!r}: inside a trial the engine's process would "
                 f"wait for these beside those of its env runner. Use {name}_per_env_runner (run.resources) instead."
             )
     if problems:

@@ -7,11 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.algorithm.fleet import call_runners
-from rllib_llm.env_runner import Reply
 from rllib_llm.mismatch import LayerMismatch, capture, compare_captures
 from rllib_llm.mismatch.localise import Localisation, compare_traces, with_training
 from rllib_llm.mismatch.workload import Workload, trace_learner, trace_rollout
 from rllib_llm.models import PackedBatch
+from rllib_llm.rollout.env_runner import Reply
 
 if TYPE_CHECKING:
     from rllib_llm.algorithm.grpo import GRPO

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +13,10 @@ import ray
 import torch
 
 from rllib_llm.algorithm.fleet import LOCAL, Reply, call_runners, runner_ids
-from rllib_llm.episode import TextEpisode
+from rllib_llm.errors import RllibLLMError
 from rllib_llm.losses import informative_groups
+from rllib_llm.losses.advantages import uninformative_groups
+from rllib_llm.rollout.episode import TextEpisode
 
 if TYPE_CHECKING:
     from ray.rllib.env.env_runner_group import EnvRunnerGroup
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 DISPATCH_ROUNDS = 3  # attempts for a problem whose runner fails: the first, and two on other runners
 
 
-class NoSamplesError(RuntimeError):
+class NoSamplesError(RllibLLMError, RuntimeError):
     """Iteration after iteration without one usable sample."""
 
 
@@ -80,7 +81,11 @@ def dispatch(
         }
         replies = call_runners(group, calls, timeout_s=timeout_s)
         todo = [index for runner in [*replies.died, *replies.timed_out] for index in shares[runner]]
-        out.errors += [f"env runner {runner}: no answer within {timeout_s} s" for runner in replies.timed_out]
+        for runner in replies.timed_out:
+            text = f"env runner {runner}: no answer within rollout.sample_timeout_s = {timeout_s:g} s"
+            logger.warning("%s; it is ended. Its problems: %s", text, _some(shares[runner]))
+            out.errors.append(text)
+            _restart(group, runner)
         out.errors += [f"env runner {runner} died" for runner in replies.died]
         for runner, reply in replies.answers.items():
             if reply.error is not None:
@@ -143,6 +148,11 @@ def _informative(episodes: list[TextEpisode]) -> list[TextEpisode]:
     return [e for e, kept in zip(episodes, keep.tolist(), strict=True) if kept]
 
 
+def _some(indices: Sequence[int], shown: int = 8) -> str:
+    rest = f" and {len(indices) - shown} more" if len(indices) > shown else ""
+    return ", ".join(map(str, indices[:shown])) + rest
+
+
 def _sample(runner: Any, indices: list[int], evaluation: bool) -> Any:
     return runner.sample_reply(indices, evaluation)
 
@@ -158,11 +168,12 @@ def _restart(group: EnvRunnerGroup, runner: int) -> None:
 def groups_without_signal(episodes: Sequence[TextEpisode], advantage_kind: str = "grpo") -> int:
     """Groups that teach nothing because their advantages are all zero.
 
-    Those whose rewards are all equal; for "reinforce++", which compares over the batch, all groups or none.
+    Those whose rewards are equal up to rounding (`advantages.is_constant`); for "reinforce++", which compares over
+    the batch, all groups or none.
     """
-    rewards = defaultdict(set)
-    for episode in episodes:
-        rewards[episode.group_id].add(episode.reward)
-    if advantage_kind == "reinforce++" and len(set().union(*rewards.values())) > 1:
-        return 0
-    return sum(len(values) == 1 for values in rewards.values())
+    rewards = torch.tensor([e.reward for e in episodes], dtype=torch.float64)
+    groups = torch.tensor([e.group_id for e in episodes], dtype=torch.int64)
+    if advantage_kind == "reinforce++":
+        constant = uninformative_groups(rewards, torch.zeros_like(groups))
+        return len(groups.unique()) if constant else 0
+    return uninformative_groups(rewards, groups)

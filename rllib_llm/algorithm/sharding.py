@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rllib_llm.episode import TextEpisode
-from rllib_llm.learner.batch import Shard
+from rllib_llm.learner.micro_batch import Shard
+from rllib_llm.rollout.episode import TextEpisode
 
 __all__ = ["assign_minibatches", "balance", "make_shards"]
 

@@ -9,8 +9,8 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm import metric_names as names
 from rllib_llm.algorithm.fleet import call_runners
-from rllib_llm.env_runner import Reply
-from rllib_llm.memory import peak_memory
+from rllib_llm.process.memory import peak_memory
+from rllib_llm.rollout.env_runner import Reply
 
 if TYPE_CHECKING:
     from ray.rllib.core.learner.learner_group import LearnerGroup

@@ -12,7 +12,7 @@ class DrGRPOConfig(GRPOConfig):
 
     def __init__(self, algo_class: type | None = None):
         super().__init__(algo_class)
-        self.grpo["loss"] = "dr_grpo"
+        self.training(loss="dr_grpo")
 
 
 class DAPOConfig(GRPOConfig):
@@ -23,7 +23,7 @@ class DAPOConfig(GRPOConfig):
 
     def __init__(self, algo_class: type | None = None):
         super().__init__(algo_class)
-        self.grpo |= {"loss": "dapo", "dynamic_sampling": True}
+        self.training(loss="dapo", dynamic_sampling=True)
 
 
 class GSPOConfig(GRPOConfig):
@@ -31,7 +31,7 @@ class GSPOConfig(GRPOConfig):
 
     def __init__(self, algo_class: type | None = None):
         super().__init__(algo_class)
-        self.grpo["loss"] = "gspo"
+        self.training(loss="gspo")
 
 
 class RLOOConfig(GRPOConfig):
@@ -39,7 +39,7 @@ class RLOOConfig(GRPOConfig):
 
     def __init__(self, algo_class: type | None = None):
         super().__init__(algo_class)
-        self.grpo["loss"] = "rloo"
+        self.training(loss="rloo")
 
 
 class ReinforcePPConfig(GRPOConfig):
@@ -47,4 +47,4 @@ class ReinforcePPConfig(GRPOConfig):
 
     def __init__(self, algo_class: type | None = None):
         super().__init__(algo_class)
-        self.grpo["loss"] = "reinforce++"
+        self.training(loss="reinforce++")

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
 from precision_policies import compare_attestations
+from precision_policies.hashing import differing
 from rllib_llm.algorithm.fleet import LOCAL, Replies, call_runners
-from rllib_llm.guard import Evidence
+from rllib_llm.errors import RllibLLMError
+from rllib_llm.mismatch.guard import Evidence
+from rllib_llm.settings.groups import WeightTransport
 from rllib_llm.sync.stream import StreamOffer, give_up
-from rllib_llm.sync.topology import (
-    STREAMED,
-    Place,
-    Transport,
-    WeightTransport,
-    WeightTransportError,
-    choose_transport,
-)
+from rllib_llm.sync.topology import STREAMED, Place, Transport, WeightTransportError, choose_transport
+from rllib_llm.weights.base import base_hash, is_adapter
 
 if TYPE_CHECKING:
     from ray.rllib.core.learner.learner_group import LearnerGroup
@@ -43,7 +40,14 @@ logger = logging.getLogger(__name__)
 Call = Callable[[Any], Any]
 
 
-class WeightPushError(RuntimeError):
+class _Route(NamedTuple):
+    """How weights reach a runner, and whether it needs the adapters alone."""
+
+    transport: Transport
+    adapters_only: bool
+
+
+class WeightPushError(RllibLLMError, RuntimeError):
     """Some env runner did not confirm the weights it was sent; lists each."""
 
 
@@ -60,7 +64,7 @@ class WeightSync:
         self.learner_group, self.policy, self.timeout_s = learner_group, policy, timeout_s
         self.transport = transport
         self._manifest: WeightManifest | None = None
-        self._host_copy: Any = None
+        self._host_copies: dict[bool, Any] = {}  # by whether it is of adapters alone
         self._sent: WeightManifest | None = None
         self._train_side: Attestation | None = None
         self._learner_place: Place | None = None
@@ -72,13 +76,19 @@ class WeightSync:
         return None if self._sent is None else self._sent.version
 
     @property
+    def base_hash(self) -> str | None:
+        """Hash of the weights that adapters are trained on (`rllib_llm.weights.base`), once they were sent."""
+        return None if self._sent is None else base_hash(self._sent.hashes)
+
+    @property
     def transports(self) -> dict[tuple[int, int], Transport]:
-        """(identity of the runner group, runner) -> the road that its weights took last."""
+        """(identity of the runner group, runner) -> the transport that its weights took last."""
         return dict(self._logged)
 
     def learner_changed(self) -> None:
         """Call after an update or a restore: the next push exports anew."""
-        self._manifest = self._host_copy = None
+        self._manifest = None
+        self._host_copies.clear()
 
     def push(self, group: EnvRunnerGroup, runner_ids: Sequence[int] | None = None) -> None:
         """Sends the learner's weights to the runners (None: all healthy ones) and waits for every receipt.
@@ -94,9 +104,10 @@ class WeightSync:
         if self._manifest is None:
             self._manifest = self._from_learner(_manifest)
         self._sent = sent = self._manifest
-        located = call_runners(group, _place, runner_ids, self.timeout_s)
+        located = call_runners(group, _runner_place, runner_ids, self.timeout_s)
         problems = _refusals(located)
-        routes = self._routes(group, {r: a.value for r, a in located.answers.items() if a.error is None})
+        places = {r: a.value for r, a in located.answers.items() if a.error is None}
+        routes = self._routes(group, places, self._with_base(group, places))
         calls, pushes = self._calls(routes, sent)
         with self._sending(pushes) as sending:
             replies = call_runners(group, calls, (), self.timeout_s, partial(_give_up, pushes))
@@ -119,28 +130,40 @@ class WeightSync:
             )
         self.check_contract(group, runner_ids)
 
-    # ------------------------------------------------------------------ roads
+    # ------------------------------------------------------------------ transports
 
-    def _routes(self, group: EnvRunnerGroup, places: dict[int, Place]) -> dict[Transport, dict[int, Place]]:
-        """Runners by transport; a choice is logged when it is new."""
+    def _with_base(self, group: EnvRunnerGroup, runners: Collection[int]) -> set[int]:
+        """Runners whose engines hold the base that the learner's adapters are on, so that only those are sent."""
+        assert self._manifest is not None  # `push` has asked for it
+        if not any(map(is_adapter, self._manifest.specs)):
+            return set()
+        call = partial(_holds_base, base=base_hash(self._manifest.hashes))
+        replies = call_runners(group, call, list(runners), self.timeout_s)
+        return {runner for runner, reply in replies.answers.items() if reply.error is None and reply.value}
+
+    def _routes(
+        self, group: EnvRunnerGroup, places: dict[int, Place], with_base: Collection[int]
+    ) -> dict[_Route, dict[int, Place]]:
+        """Runners by transport and by what they need; a choice is logged when it is new."""
         if self._learner_place is None:
-            self._learner_place = self._from_learner(_weights_place)
-        routes: dict[Transport, dict[int, Place]] = {}
+            self._learner_place = self._from_learner(_learners_place)
+        routes: dict[_Route, dict[int, Place]] = {}
         for runner, place in places.items():
             chosen, why = choose_transport(self._learner_place, place, self.transport)
-            routes.setdefault(chosen, {})[runner] = place
+            routes.setdefault(_Route(chosen, runner in with_base), {})[runner] = place
             if self._logged.get((id(group), runner)) != chosen:
                 self._logged[id(group), runner] = chosen
                 logger.info("weights to env runner %d by %s (%s)", runner, chosen, why)
         return routes
 
     def _calls(
-        self, routes: dict[Transport, dict[int, Place]], manifest: WeightManifest
+        self, routes: dict[_Route, dict[int, Place]], whole: WeightManifest
     ) -> tuple[dict[int, Call], list[StreamOffer]]:
         """(what each runner is asked to do, one offer of every push that the learner must send)."""
         calls: dict[int, Call] = {}
         pushes: list[StreamOffer] = []
-        for transport, runners in routes.items():
+        for (transport, adapters_only), runners in routes.items():
+            manifest = whole.of_adapters() if adapters_only else whole
             if transport in STREAMED:
                 names = [place.identity for place in runners.values()]
                 offers = self._from_learner(
@@ -158,14 +181,16 @@ class WeightSync:
             if transport == "in_process":
                 update = self._from_learner(partial(_in_process, manifest=manifest))
             else:
-                update = self._host_update(by_reference=LOCAL not in runners)
+                update = self._host_update(LOCAL not in runners, manifest.base)
             calls |= dict.fromkeys(runners, partial(_apply, update=update))
         return calls, pushes
 
-    def _host_update(self, by_reference: bool) -> Any:
-        if self._host_copy is None:
-            self._host_copy = self._from_learner(partial(_exported, by_reference=by_reference)).update
-        return self._host_copy
+    def _host_update(self, by_reference: bool, base: str | None) -> Any:
+        kind = base is not None
+        if kind not in self._host_copies:
+            call = partial(_exported, by_reference=by_reference, base=base)
+            self._host_copies[kind] = self._from_learner(call).update
+        return self._host_copies[kind]
 
     @contextmanager
     def _sending(self, pushes: list[StreamOffer]) -> Iterator[list[Future[None]]]:
@@ -187,7 +212,7 @@ class WeightSync:
         A receipt is what an engine says on taking an update; the attestation hashes what it then computes with.
         """
         if self._train_side is None:
-            self._train_side = self._from_learner(lambda learner: learner.attest())
+            self._train_side = self._from_learner(lambda learner: learner.weight_source.attest())
         train = self._train_side
         if self._sent is not None:
             train = dataclasses.replace(train, weights=dict(self._sent.hashes))
@@ -196,7 +221,10 @@ class WeightSync:
 
     def evidence(self, group: EnvRunnerGroup) -> Evidence:
         """Fresh statements of all sides, for the guard's question who changed."""
-        train, rollout = self._from_learner(lambda learner: learner.attest()), self._attestations(group)
+        train, rollout = (
+            self._from_learner(lambda learner: learner.weight_source.attest()),
+            self._attestations(group),
+        )
         return Evidence(
             attestations={"train": train, **rollout},
             sent=self._sent.hashes if self._sent else {},
@@ -224,33 +252,33 @@ class WeightSync:
         return value
 
 
-def _exported(learner: Any, by_reference: bool) -> Any:
-    return learner.exported(by_reference=by_reference)
+def _exported(learner: Any, by_reference: bool, base: str | None) -> Any:
+    return learner.weight_source.exported(learner.weights_version, by_reference=by_reference, base=base)
 
 
 def _manifest(learner: Any) -> WeightManifest:
-    manifest: WeightManifest = learner.weights_manifest()
+    manifest: WeightManifest = learner.weight_source.manifest(learner.weights_version)
     return manifest
 
 
-def _weights_place(learner: Any) -> Place:
-    place: Place = learner.weights_place()
+def _learners_place(learner: Any) -> Place:
+    place: Place = learner.weight_source.place()
     return place
 
 
 def _in_process(learner: Any, manifest: WeightManifest) -> Any:
-    return learner.in_process_update(manifest)
+    return learner.weight_source.in_process_update(manifest)
 
 
 def _offer(
     learner: Any, manifest: WeightManifest, transport: Transport, engines: list[str], timeout_s: float
 ) -> list[StreamOffer]:
-    offers: list[StreamOffer] = learner.offer_weights(manifest, transport, engines, timeout_s)
+    offers: list[StreamOffer] = learner.weight_source.offer(manifest, transport, engines, timeout_s)
     return offers
 
 
 def _send(learner: Any, push: str) -> None:
-    learner.send_weights(push)
+    learner.weight_source.send(push)
 
 
 def _guarded(learner: Any, call: Call) -> Any:
@@ -271,8 +299,12 @@ def _give_up(pushes: list[StreamOffer], why: str) -> None:
             logger.warning("a weight push could not be called off: %s", error)
 
 
-def _place(runner: Any) -> Any:
+def _runner_place(runner: Any) -> Any:
     return runner.place_reply()
+
+
+def _holds_base(runner: Any, base: str) -> Any:
+    return runner.holds_base_reply(base)
 
 
 def _apply(runner: Any, update: Any) -> Any:
@@ -297,9 +329,6 @@ def _receipt_problems(sent: WeightManifest, receipt: Any) -> list[str]:
     problems = []
     if receipt.version != sent.version:
         problems.append(f"holds version {receipt.version}, sent was {sent.version}")
-    held = dict(receipt.hashes)
-    wrong = sorted(name for name in sent.hashes if held.get(name) != sent.hashes[name])
-    wrong += sorted(set(held) - set(sent.hashes))
-    if wrong:
+    if wrong := list(differing(sent.hashes, receipt.hashes)):
         problems.append(f"{len(wrong)} tensors differ from what was sent: {', '.join(wrong[:5])}")
     return problems

@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rllib_llm.cli.signals import kept_handler
+from rllib_llm.errors import InputError, RllibLLMError
+from rllib_llm.process.ray_head import RayHead, RayWatch
+
 if TYPE_CHECKING:
-    from rllib_llm.experiment import ResourceSettings
+    from rllib_llm.experiment.sections import ResourceSettings
 
 __all__ = ["RayUnavailableError", "running_ray"]
 
@@ -30,13 +34,14 @@ _RAY_ENVIRONMENT = {
 _ANSWER_S = 10.0
 
 
-class RayUnavailableError(RuntimeError):
+class RayUnavailableError(RllibLLMError, InputError, RuntimeError):
     """The cluster of `run.resources.ray_address` cannot be joined."""
 
 
 @contextmanager
-def running_ray(resources: ResourceSettings, config: Any) -> Iterator[None]:
-    """Ray, started or joined, while it is entered, for trials of `config` (a GRPOConfig). One that runs already stays.
+def running_ray(resources: ResourceSettings, config: Any) -> Iterator[RayWatch | None]:
+    """Ray, started or joined, while it is entered, for trials of `config` (a GRPOConfig). One that runs already stays,
+    and is not watched: None.
 
     A local Ray declares `ray_cpus` CPUs, or the machine's, or as many as one trial needs. Raises RayUnavailableError,
     and PlacementError where a trial asks for more than there is: Tune would wait for ever.
@@ -52,14 +57,15 @@ def running_ray(resources: ResourceSettings, config: Any) -> Iterator[None]:
     # a failed trial is reported by the command, with its error
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
     request = GRPO.default_resource_request(config)
-    started = not ray.is_initialized()
+    started, watch = not ray.is_initialized(), None
     try:
         if started and resources.ray_address:
-            _join(resources.ray_address)
+            with kept_handler():
+                _join(resources.ray_address)
         elif started:
             needed = int(-(-request.required_resources.get("CPU", 1) // 1))
             cpus = resources.ray_cpus or max(os.cpu_count() or 1, needed)
-            with _ignored(signal.SIGHUP):
+            with _ignored(signal.SIGHUP), kept_handler():
                 ray.init(
                     address="local",  # whatever RAY_ADDRESS says
                     num_cpus=cpus,
@@ -68,8 +74,13 @@ def running_ray(resources: ResourceSettings, config: Any) -> Iterator[None]:
                     logging_level=logging.WARNING,
                 )
         require_placeable(request.bundles)
-        yield
+        if started:
+            watch = RayWatch(RayHead(joined=bool(resources.ray_address)))
+        yield watch
     finally:
+        if watch is not None:
+            watch.hand_over()
+            watch.stop()
         if started:
             ray.shutdown()
 

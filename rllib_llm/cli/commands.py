@@ -7,21 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.cli import table
+from rllib_llm.cli.parsing import UsageError, new_parser, positive
 from rllib_llm.cli.shell import command_line
 
 
-class UsageError(ValueError):
-    """Arguments that parse but make no sense together."""
-
-
-def add_all(subparsers: Any) -> None:
-    """Add every command to the main parser."""
+def add_all(subparsers: Any, whole: argparse.ArgumentParser) -> None:
+    """Add every command to the main parser, `whole`."""
     from precision_policies.cli import add_policy_parser
     from rllib_llm.cli.compare import add_compare_parsers
+    from rllib_llm.cli.completion import add_completion_parser
+    from rllib_llm.cli.doctor import add_doctor_parser
     from rllib_llm.cli.mismatch import add_mismatch_parser
     from rllib_llm.cli.models import add_models_parser
+    from rllib_llm.cli.watch import add_watch_parser
 
     _add_train(subparsers)
+    add_watch_parser(subparsers)
     _add_eval(subparsers)
     add_compare_parsers(subparsers)
     add_policy_parser(subparsers, _model_path, _config_path)
@@ -30,6 +31,8 @@ def add_all(subparsers: Any) -> None:
     add_mismatch_parser(subparsers)
     add_models_parser(subparsers)
     _add_tracking(subparsers)
+    add_doctor_parser(subparsers)
+    add_completion_parser(subparsers, whole)
 
 
 def _model_path(model: str) -> Path:
@@ -41,20 +44,9 @@ def _model_path(model: str) -> Path:
 
 def _config_path(name: str) -> str:
     """The file of a shipped config; any other name as it is."""
-    from rllib_llm.experiment_file import shipped_experiments
+    from rllib_llm.experiment.file import shipped_experiments
 
     return str(shipped_experiments().get(name, name))
-
-
-def new_parser(subparsers: Any, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
-    """A command's parser, whose help starts with the summary and ends with examples."""
-    return subparsers.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 # ---- train -----------------------------------------------------------------------------------------------------------
@@ -68,7 +60,9 @@ def _add_train(subparsers: Any) -> None:
         "  rllib-llm train quickstart\n"
         "  rllib-llm train configs/quickstart.yaml precision=mixed-bf16-fp8 train.lr=2e-4\n"
         "  rllib-llm train my.yaml run.iterations=500 run.resources.num_learners=2 tracking.enabled=false\n"
+        "  rllib-llm train my.yaml 'env.config:={task: chain_sum}'      replaces the file's env.config; = would merge\n"
         "  rllib-llm train --resume results/quickstart-unified-fp8-20260101-120000\n\n"
+        "Another env.name drops the file's env.config. "
         "Ctrl-C finishes the iteration, writes a checkpoint and says how to resume; so do SIGTERM and SIGHUP.\n"
         "All keys, with types and defaults: rllib-llm config keys",
     )
@@ -85,8 +79,8 @@ def _add_train(subparsers: Any) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from rllib_llm.directories import find_resumable
-    from rllib_llm.experiment_file import load_experiment
+    from rllib_llm.experiment.file import load_experiment
+    from rllib_llm.experiment.resume import find_resumable
 
     if arguments.resume is None:
         if arguments.config is None or "=" in arguments.config:
@@ -110,7 +104,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _refuse_finished(directory: Path, checkpoint: Path, iterations: int) -> None:
     """The checkpoint counts, not the curve: a run that was killed in its last iteration has one more of that."""
-    from rllib_llm.algorithm.checkpoint import read_metadata
+    from rllib_llm.on_disk.checkpoint import read_metadata
 
     if read_metadata(str(checkpoint))["training_iteration"] >= iterations:
         raise UsageError(
@@ -132,7 +126,7 @@ def _add_eval(subparsers: Any) -> None:
     )
     parser.add_argument("checkpoint", help="a checkpoint, or an experiment directory (its newest checkpoint)")
     parser.add_argument(
-        "--prompts", type=_positive, metavar="N", help="held-out prompts (default: as the config says)"
+        "--prompts", type=positive, metavar="N", help="held-out prompts (default: as the config says)"
     )
     parser.set_defaults(run=_eval)
 
@@ -163,13 +157,13 @@ def _add_config(subparsers: Any) -> None:
     show.add_argument("config", help="YAML file, or the name of a shipped config")
     show.add_argument("overrides", nargs="*", metavar="key=value")
     show.set_defaults(run=_config_show)
-    keys = actions.add_parser("keys", help="every key with its type and default")
+    keys = actions.add_parser("keys", help="every key with its default, allowed values and meaning")
     keys.add_argument("prefix", nargs="?", default="", help="only keys that begin with this")
     keys.set_defaults(run=_config_keys)
 
 
 def _config_list(arguments: argparse.Namespace) -> int:
-    from rllib_llm.experiment_file import shipped_experiments
+    from rllib_llm.experiment.file import shipped_experiments
 
     print(
         table.columns(("NAME", "FILE"), [(name, str(path)) for name, path in shipped_experiments().items()])
@@ -178,7 +172,7 @@ def _config_list(arguments: argparse.Namespace) -> int:
 
 
 def _config_show(arguments: argparse.Namespace) -> int:
-    from rllib_llm.experiment_file import load_experiment
+    from rllib_llm.experiment.file import load_experiment
 
     experiment = load_experiment(arguments.config, arguments.overrides)
     experiment.to_grpo_config()
@@ -187,12 +181,12 @@ def _config_show(arguments: argparse.Namespace) -> int:
 
 
 def _config_keys(arguments: argparse.Namespace) -> int:
-    from rllib_llm.experiment_file import known_keys
+    from rllib_llm.experiment.file import known_keys
 
     rows = [row for row in known_keys() if row[0].startswith(arguments.prefix)]
     if not rows:
         raise UsageError(f"no key begins with {arguments.prefix!r}; see rllib-llm config keys")
-    print(table.columns(("KEY", "TYPE", "DEFAULT"), rows))
+    print(table.columns(("KEY", "DEFAULT", "VALUES", "MEANING"), rows))
     return 0
 
 
@@ -250,10 +244,3 @@ def _tracking_send(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     print(report)
     return 0 if report.complete else 1
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value

@@ -11,14 +11,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rllib_llm.cli.commands import UsageError, _positive, new_parser
+from rllib_llm.cli.parsing import UsageError, new_parser, positive
 from rllib_llm.cli.shell import command_line
 
 if TYPE_CHECKING:
     from precision_policies import PrecisionPolicy
     from precision_policies.errors import Violation
     from rllib_llm.cli.compare_run import ComparisonOutcome
-    from rllib_llm.compare.experiment import Plan
+    from rllib_llm.compare.experiment import ComparisonPlan
     from rllib_llm.compare.report import Options, Report
 
 _MOST_SEEDS = 1000  # as a number: a seed that was meant as one of a list is larger
@@ -46,10 +46,10 @@ def add_compare_parsers(subparsers: Any) -> None:
         "--seeds", default=None, metavar="N", help="number of seeds (default 5), or a list: 0,1,7"
     )
     parser.add_argument(
-        "--iterations", type=_positive, metavar="N", help="of every cell (default: run.iterations)"
+        "--iterations", type=positive, metavar="N", help="of every cell (default: run.iterations)"
     )
     parser.add_argument(
-        "--concurrent", type=_positive, metavar="N", help="most cells at a time (default: what fits)"
+        "--concurrent", type=positive, metavar="N", help="most cells at a time (default: what fits)"
     )
     parser.add_argument("--out", metavar="DIR", help="directory to make (default: below run.directory)")
     parser.add_argument("--resume", metavar="DIR", help="go on with an interrupted comparison")
@@ -81,7 +81,7 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--margin", type=float, help="relative difference that counts as equal (default: 0.01)"
     )
-    group.add_argument("--last", type=_positive, metavar="N", help="values of a final reward (default: 5)")
+    group.add_argument("--last", type=positive, metavar="N", help="values of a final reward (default: 5)")
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -101,13 +101,14 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
+    from precision_policies.errors import Violation
     from rllib_llm.compare.figures import require_matplotlib
-    from rllib_llm.experiment import ExperimentError
+    from rllib_llm.experiment.errors import ExperimentError
 
     require_matplotlib()  # not after hours of training
     options = _options(arguments)
     if problems := options.problems():
-        raise ExperimentError("report options", problems)
+        raise ExperimentError("report options", [Violation("", None, text) for text in problems])
     if arguments.resume is not None:
         if arguments.config or arguments.policies or arguments.seeds or arguments.iterations or arguments.out:
             raise UsageError(
@@ -124,21 +125,21 @@ def _compare(arguments: argparse.Namespace) -> int:
     return _run(plan, options, out=arguments.out)
 
 
-def _check_baseline(plan: Plan, options: Options) -> None:
+def _check_baseline(plan: ComparisonPlan, options: Options) -> None:
     if options.baseline is not None and options.baseline not in plan.arms:
         raise UsageError(
             f"--baseline {options.baseline}: no policy of this comparison ({', '.join(plan.arms)})."
         )
 
 
-def _new_plan(arguments: argparse.Namespace) -> Plan:
-    from rllib_llm.compare.experiment import Plan
-    from rllib_llm.experiment_file import load_experiment
+def _new_plan(arguments: argparse.Namespace) -> ComparisonPlan:
+    from rllib_llm.compare.experiment import ComparisonPlan
+    from rllib_llm.experiment.file import load_experiment
 
     experiment = load_experiment(arguments.config, arguments.overrides)
     policies = _policies(arguments.policies)
     seeds = _seeds("5" if arguments.seeds is None else arguments.seeds, experiment.run.seed)
-    return Plan(
+    return ComparisonPlan(
         experiment, policies, seeds, arguments.iterations or experiment.run.iterations, arguments.concurrent
     )
 
@@ -177,8 +178,8 @@ def _refuse_full(wished: str | None) -> None:
         raise UsageError(f"--out {wished} is not empty; go on with it by --resume {wished}, or name another.")
 
 
-def _new_directory(plan: Plan, wished: str | None) -> Path:
-    from rllib_llm.directories import new_directory
+def _new_directory(plan: ComparisonPlan, wished: str | None) -> Path:
+    from rllib_llm.experiment.resume import new_directory
 
     if wished is None:
         return new_directory(plan.experiment, "compare")
@@ -190,13 +191,13 @@ def _new_directory(plan: Plan, wished: str | None) -> Path:
     return path
 
 
-def read_plan(directory: Path, concurrent: int | None) -> Plan:
+def read_plan(directory: Path, concurrent: int | None) -> ComparisonPlan:
     """The plan of a comparison that was begun in `directory`. Raises UsageError where none was."""
     from precision_policies import load_policy
     from rllib_llm.compare.curves import DESCRIPTION_FILE
-    from rllib_llm.compare.experiment import Plan
-    from rllib_llm.directories import EXPERIMENT_FILE
-    from rllib_llm.experiment_file import load_experiment
+    from rllib_llm.compare.experiment import ComparisonPlan
+    from rllib_llm.experiment.file import load_experiment
+    from rllib_llm.on_disk.directories import EXPERIMENT_FILE
 
     files = [directory / EXPERIMENT_FILE, directory / DESCRIPTION_FILE]
     if missing := [file.name for file in files if not file.is_file()]:
@@ -214,15 +215,17 @@ def read_plan(directory: Path, concurrent: int | None) -> Plan:
             f"still be reported: {command_line('rllib-llm', 'report', directory)}"
         ) from error
     experiment = load_experiment(files[0])
-    return Plan(experiment, policies, seeds, iterations, concurrent)
+    return ComparisonPlan(experiment, policies, seeds, iterations, concurrent)
 
 
-def _run(plan: Plan, options: Options, *, resumed: Path | None = None, out: str | None = None) -> int:
+def _run(
+    plan: ComparisonPlan, options: Options, *, resumed: Path | None = None, out: str | None = None
+) -> int:
     """Train and report in the directory `resumed`, else in a new one, made when nothing can refuse any more."""
     from rllib_llm.cli.cluster import running_ray
     from rllib_llm.cli.compare_run import run_comparison
-    from rllib_llm.directories import only_here
-    from rllib_llm.experiment_rules import usable_configs
+    from rllib_llm.experiment.rules import usable_configs
+    from rllib_llm.on_disk.directories import only_here
 
     started = time.monotonic()
     config = usable_configs(plan.experiment, plan.configs)[0]
@@ -230,11 +233,13 @@ def _run(plan: Plan, options: Options, *, resumed: Path | None = None, out: str 
     with ExitStack() as held:
         if resumed is not None:
             held.enter_context(only_here(resumed))
-        held.enter_context(running_ray(plan.experiment.run.resources, config))
+        watch = held.enter_context(running_ray(plan.experiment.run.resources, config))
         directory = resumed or _new_directory(plan, out)
         if resumed is None:
             held.enter_context(only_here(directory))
-        outcome = run_comparison(plan, config, directory, options.baseline, resume=resumed is not None)
+        outcome = run_comparison(
+            plan, config, directory, options.baseline, resume=resumed is not None, watch=watch
+        )
     _conclude(outcome, directory, options, minutes=(time.monotonic() - started) / 60)
     return outcome.exit_status
 

@@ -1,4 +1,7 @@
-"""Ctrl-C, SIGTERM, a closed terminal: finish the iteration, write a checkpoint, say how to go on."""
+"""Ctrl-C, SIGTERM, a closed terminal: finish the iteration, write a checkpoint, say how to go on.
+
+A promise is made only where it can be kept: not before there is anything to keep, and not without Ray.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,14 @@ from ray.tune import Stopper
 
 _READER_ENDS_MS = 2000
 """So long after a SIGHUP the reader of a pipe may take to end: it got the signal too."""
+_ENDS_WITH_A_CHECKPOINT = (
+    "\nInterrupted: finishing this iteration, then writing a checkpoint. Press Ctrl-C again to stop at once "
+    "(the last periodic checkpoint stays)."
+)
+_ENDS_IF_IT_CAN = (
+    "\nInterrupted by SIGTERM: the run ends with this iteration and a checkpoint of it, or, if Ray's processes got the "
+    "signal too, at once with the last periodic checkpoint."
+)
 
 
 class Interrupt:
@@ -26,6 +37,8 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = False
+        self.nothing_to_keep = False
+        """Set while there is no iteration to finish: the first signal then raises KeyboardInterrupt, too."""
         self._previous: dict[int, Any] = {}
         self._terminals: list[int] = []
 
@@ -52,12 +65,11 @@ class Interrupt:
                 return
             raise KeyboardInterrupt
         self.requested = True
-        print(
-            "\nInterrupted: finishing this iteration, then writing a checkpoint. Press Ctrl-C again to stop at once "
-            "(the last periodic checkpoint stays).",
-            file=sys.stderr,
-            flush=True,
-        )
+        if self.nothing_to_keep:
+            raise KeyboardInterrupt
+        # Ray's processes ignore Ctrl-C and a closed terminal; a SIGTERM may have gone to them, too.
+        text = _ENDS_IF_IT_CAN if number == signal.SIGTERM else _ENDS_WITH_A_CHECKPOINT
+        print(text, file=sys.stderr, flush=True)
 
     def _leave_closed_outputs(self) -> None:
         """Every write to a terminal that is gone, or to a pipe that nobody reads (``| tee log``), raises OSError, a

@@ -10,27 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray import tune
+
 from rllib_llm.cli.cluster import running_ray
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
 from rllib_llm.cli.progress import ProgressCallback
+from rllib_llm.cli.ray_loss import end_process
 from rllib_llm.cli.shell import command_line
 from rllib_llm.cli.summary import closing_table
-from rllib_llm.directories import (
-    EXPERIMENT_FILE,
-    checkpoints,
-    earlier_run_ids,
-    new_directory,
-    only_here,
-)
-from rllib_llm.experiment import Experiment
-from rllib_llm.experiment_rules import usable_configs
-from rllib_llm.files import write_whole
-from rllib_llm.history import HistoryCallback, read_history
+from rllib_llm.experiment.resume import new_directory
+from rllib_llm.experiment.rules import usable_configs
+from rllib_llm.experiment.sections import Experiment
+from rllib_llm.on_disk.atomic import write_whole
+from rllib_llm.on_disk.directories import EXPERIMENT_FILE, checkpoints, earlier_run_ids, only_here
+from rllib_llm.tracking.history import HistoryCallback, read_history
 
 if TYPE_CHECKING:
     from precision_policies import PrecisionPolicy
     from rllib_llm.algorithm.config import GRPOConfig
+    from rllib_llm.process.ray_head import RayWatch
     from rllib_llm.tracking import MLflowCallback
+
+_TRACKING_WITHIN_S = 10.0
+"""For the last writes to MLflow of a run that is being ended: schedulers give 30 s, docker 10, before SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,21 @@ def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Pa
     TrackingUnavailableError for an environment, engine, model or tracking store that cannot be used. Nothing was
     trained then: no directory was made, and one to resume is as it was.
     """
+    if checkpoint is not None:
+        from rllib_llm.on_disk.checkpoint import verify_files
+
+        verify_files(str(checkpoint))
     experiment = experiment.pinned()
     [config] = usable_configs(experiment, lambda: [experiment.to_grpo_config()])
     policy = config.settings().policy
     with ExitStack() as held:
         if directory is not None:
             held.enter_context(only_here(directory))
-        held.enter_context(running_ray(experiment.run.resources, config))
+        watch = held.enter_context(running_ray(experiment.run.resources, config))
         if directory is None:  # Ray has not refused
             directory = new_directory(experiment, policy.name)
             held.enter_context(only_here(directory))
-        outcome = _run(experiment, config, policy, directory, checkpoint)
+        outcome = _run(experiment, config, policy, directory, checkpoint, watch)
     _report(outcome, policy.name, policy.fingerprint)
     return outcome
 
@@ -78,8 +84,10 @@ def _run(
     policy: PrecisionPolicy,
     directory: Path,
     checkpoint: Path | None,
+    watch: RayWatch | None,
 ) -> Outcome:
     """Train in a directory that nobody else works in, on a Ray that runs."""
+    interrupt = Interrupt()
     tracking = _tracking(experiment, directory)
     write_whole(directory / EXPERIMENT_FILE, experiment.to_yaml())
     _say(f"training {experiment.name!r} under policy {policy.name} (fingerprint {policy.fingerprint[:16]})")
@@ -89,9 +97,30 @@ def _run(
     )
     if checkpoint is not None:
         _say(f"  resuming  {checkpoint}")
-    status, error = _train(experiment, config, directory, checkpoint, tracking)
-    found = checkpoints(directory)
-    return Outcome(status, directory, found[-1] if found else None, error, tracking)
+    if tracking is not None:
+        tracking.interrupted = lambda: interrupt.requested
+
+    def ended(status: str, error: str) -> Outcome:
+        found = checkpoints(directory)
+        return Outcome(status, directory, found[-1] if found else None, error, tracking)
+
+    def ray_is_lost(what: str) -> int:
+        """Everything that the end of a run needs and that needs no Ray; the exit status."""
+        status = "interrupted" if interrupt.requested else "failed"
+        if tracking is not None:
+            tracking.end("KILLED" if interrupt.requested else "FAILED", _TRACKING_WITHIN_S)
+        outcome = ended(status, f"RayLostError: {what}, and nothing that runs on it goes on without it.")
+        _report(outcome, policy.name, policy.fingerprint)
+        return outcome.exit_status
+
+    if watch is not None:
+        watch.on_lost = end_process(ray_is_lost, watch.head)
+    status, error = _train(experiment, config, directory, checkpoint, tracking, interrupt)
+    if watch is not None:
+        watch.hand_over()
+    if tracking is not None and tracking.report is None:  # a second Ctrl-C leaves Tune without its last hooks
+        tracking.end("KILLED" if status == "interrupted" else "FAILED", _TRACKING_WITHIN_S)
+    return ended(status, error)
 
 
 def _train(
@@ -100,23 +129,45 @@ def _train(
     directory: Path,
     checkpoint: Path | None,
     tracking: MLflowCallback | None,
+    interrupt: Interrupt,
 ) -> tuple[str, str]:
     """(status, error text) of the trial."""
+    from rllib_llm.algorithm.held_out import HeldOutAtBothEnds
+
     run = experiment.run
     progress = ProgressCallback(run.iterations)
     try:
-        with Interrupt() as interrupt:  # after Ray's start, which puts signal handlers of its own in place
+        with interrupt:  # after Ray's start, which puts signal handlers of its own in place
             _say("  building model, engine and environment; the first iteration takes longest")
             stopper = RunStopper(run.iterations, run.stop, run.max_minutes, interrupt)
-            callbacks = [HistoryCallback(directory), progress, *([tracking] if tracking else [])]
+            interrupt.nothing_to_keep = True
+            callbacks = [
+                _Built(interrupt),
+                HistoryCallback(directory),
+                progress,
+                *([tracking] if tracking else []),
+            ]
+            if experiment.evaluation.interval is not None:
+                callbacks.insert(0, HeldOutAtBothEnds())
             trial = _run_trial(experiment, config, directory, checkpoint, stopper, callbacks)
             if trial.status == "TERMINATED":
                 return stopper.reason, ""
-            return "failed", _trial_error(trial)
+            error = _trial_error(trial)
+            return ("interrupted", error) if interrupt.requested else ("failed", error)
     except KeyboardInterrupt:
         return "interrupted", ""
     finally:
         progress.close()
+
+
+class _Built(tune.Callback):
+    """Tells when a trial has been built: from then on there is an iteration to finish."""
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self._interrupt = interrupt
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._interrupt.nothing_to_keep = False
 
 
 def _run_trial(
@@ -128,7 +179,6 @@ def _run_trial(
     callbacks: list[Any],
 ) -> Any:
     """Tune's trial object after its end."""
-    from ray import tune
     from ray.tune import CheckpointConfig
 
     from rllib_llm.algorithm.grpo import GRPO
@@ -167,6 +217,8 @@ def _tracking(experiment: Experiment, directory: Path) -> MLflowCallback | None:
         samples_every=settings.samples_every,
         experiment=experiment.to_dict(),
         run_ids=earlier_run_ids(directory),
+        one_run=True,
+        detail=settings.detail,
     )
 
 
@@ -199,6 +251,10 @@ def _report(outcome: Outcome, policy: str, fingerprint: str) -> None:
             print(how_to_look(tracking.tracking_uri))
     if outcome.status == "failed":
         _say(f"\nThe trial failed:\n{outcome.error}")
+    elif outcome.error:
+        _say(
+            f"\nThe run ended before it could write a checkpoint of this moment: {outcome.error.splitlines()[-1]}"
+        )
     if outcome.status in ("failed", "interrupted"):
         if outcome.checkpoint is not None:
             _say(

@@ -10,7 +10,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from precision_policies.errors import InputError
 from rllib_llm.cli import commands
+from rllib_llm.cli.signals import sigterm_as_ctrl_c
 
 DESCRIPTION = """\
 Reinforcement learning of language models as an RLlib plugin, under one precision policy on both sides.
@@ -37,73 +39,67 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    commands.add_all(subparsers)
+    commands.add_all(subparsers, parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        build_parser().print_help()
+        return 0
+    try:
+        with sigterm_as_ctrl_c():
+            return _run(argv)
+    except KeyboardInterrupt:
+        print("rllib-llm: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str]) -> int:
     arguments = _parsed(build_parser(), argv)
     # RLlib announces its own "new API stack" at every validation of a config; it is the only one there is here.
     logging.getLogger("ray.rllib.algorithms.algorithm_config").setLevel(logging.ERROR)
     try:
         return int(arguments.run(arguments) or 0)
-    except KeyboardInterrupt:
-        print("rllib-llm: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         sys.stderr.close()
         return 1
-    except Exception as error:
-        if isinstance(error, _input_errors()):
-            print(f"rllib-llm: {error}", file=sys.stderr)
-            return 2
-        raise
+    except (
+        InputError
+    ) as error:  # what else is raised is a bug, or of a part that ran, and keeps its traceback
+        print(f"rllib-llm: {error}", file=sys.stderr)
+        return 2
 
 
-def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """argparse takes positional arguments from one place only; overrides may also stand after options."""
     arguments, rest = parser.parse_known_args(argv)
+    if hasattr(arguments, "overrides"):
+        _refuse_settings_as_options(parser, argv, rest)
     if not hasattr(arguments, "overrides") or any(text.startswith("-") or "=" not in text for text in rest):
         return parser.parse_args(argv)  # its own error where anything is left
     arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
-def _input_errors() -> tuple[type[Exception], ...]:
-    """Errors that say what is wrong with the input; everything else is a bug and keeps its traceback."""
-    from precision_policies import PolicyError
-    from rllib_llm.algorithm.checkpoint import CheckpointError as TrainedCheckpointError
-    from rllib_llm.algorithm.placement import PlacementError
-    from rllib_llm.cli.cluster import RayUnavailableError
-    from rllib_llm.compare.curves import CurvesError
-    from rllib_llm.compare.figures import FiguresUnavailableError
-    from rllib_llm.engines.base import EngineUnavailableError
-    from rllib_llm.envs import EnvConfigError
-    from rllib_llm.experiment import ExperimentError
-    from rllib_llm.models.architecture import ArchitectureError
-    from rllib_llm.models.paths import ModelPathError
-    from rllib_llm.models.safetensor_files import CheckpointError
-    from rllib_llm.registry.errors import RegistryError
-    from rllib_llm.tracking.store import TrackingUnavailableError
+def _refuse_settings_as_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str], rest: Sequence[str]
+) -> None:
+    """``--precision bf16`` ends with status 2 and the form that is understood, ``precision=bf16``."""
+    from rllib_llm.settings.names import SHORTHANDS, all_keys
 
-    return (
-        PolicyError,
-        TrainedCheckpointError,
-        PlacementError,
-        RayUnavailableError,
-        CurvesError,
-        FiguresUnavailableError,
-        ExperimentError,
-        ArchitectureError,
-        ModelPathError,
-        CheckpointError,
-        EnvConfigError,
-        EngineUnavailableError,
-        RegistryError,
-        TrackingUnavailableError,
-        commands.UsageError,
-    )
+    for text in rest:
+        option, equals, value = text.partition("=")
+        name = option.removeprefix("--")
+        known = [key for key in (name, name.replace("-", "_")) if key in SHORTHANDS or key in all_keys()]
+        if not option.startswith("--") or not known:
+            continue
+        if not equals:
+            following = list(argv)[list(argv).index(text) + 1 :][:1]
+            value = following[0] if following and not following[0].startswith("-") else "VALUE"
+        parser.error(f"{option} is a setting, not an option: write {known[0]}={value}")
 
 
 def _version() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rllib_llm.cli import table
-from rllib_llm.cli.commands import UsageError, new_parser
+from rllib_llm.cli.parsing import UsageError, new_parser
 
 if TYPE_CHECKING:
     from rllib_llm.mismatch.localise import Localisation, OperatorComparison
@@ -68,10 +68,10 @@ def _localise(arguments: argparse.Namespace) -> int:
     from rllib_llm.mismatch.localise import localise
     from rllib_llm.models.architecture import ArchitectureError
     from rllib_llm.models.paths import ModelPathError, resolve_model_path
-    from rllib_llm.models.safetensor_files import CheckpointError
+    from rllib_llm.models.safetensor_files import ModelFilesError
 
     policy = load_policy(arguments.policy)
-    device = _checked_place(arguments)
+    device = _checked_device(arguments)
     try:
         prompts = read_prompts(resolve_model_path(arguments.model), arguments.prompt, arguments.prompts)
         found, workload = localise(
@@ -84,7 +84,7 @@ def _localise(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             device=device,
         )
-    except (ModelPathError, ArchitectureError, CheckpointError, PromptError, SamplingParamsError) as error:
+    except (ModelPathError, ArchitectureError, ModelFilesError, PromptError, SamplingParamsError) as error:
         raise UsageError(str(error)) from error
     context = {
         "model": arguments.model,
@@ -103,7 +103,7 @@ def _localise(arguments: argparse.Namespace) -> int:
     return 0 if found.equal else DIFFERS
 
 
-def _checked_place(arguments: argparse.Namespace) -> str:
+def _checked_device(arguments: argparse.Namespace) -> str:
     """The device; UsageError where there is no such device or engine here, or the engine cannot be traced."""
     import torch
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rllib_llm.cli import table
-from rllib_llm.cli.commands import UsageError, new_parser
+from rllib_llm.cli.parsing import UsageError, new_parser
 from rllib_llm.cli.shell import command_line
 
 DIFFERS = 3  # exit status: a registered model is not what it says it is
@@ -47,8 +47,9 @@ def add_models_parser(subparsers: Any) -> None:
     export.add_argument("directory", metavar="DIR", help="a directory that does not exist yet")
     export.add_argument(
         "--format",
-        choices=("hf", "fp8"),
-        help="hf: the masters; fp8: the bytes of the rollout (default: fp8 where the model has it)",
+        choices=("hf", "fp8", "adapter"),
+        help="hf: the masters; fp8: the bytes of the rollout (default: fp8 where the model has it); adapter: the PEFT "
+        "directory of a run that trained adapters, which hf and fp8 are merged with",
     )
     export.set_defaults(run=_export)
     for name, action in actions.choices.items():
@@ -81,7 +82,7 @@ def _add_register(actions: Any) -> None:
 
 
 def _register(arguments: argparse.Namespace) -> int:
-    from rllib_llm.algorithm.checkpoint import CheckpointError
+    from rllib_llm.on_disk.checkpoint import CheckpointError
     from rllib_llm.registry.register import register
     from rllib_llm.tracking.store import require_mlflow
 
@@ -105,6 +106,7 @@ def _register(arguments: argparse.Namespace) -> int:
                 ("model", f"models:/{reference} (version {made.entry.version})"),
                 ("policy", f"{manifest.policy_name} (fingerprint {manifest.policy_fingerprint[:16]})"),
                 ("formats", "hf" if manifest.fp8 is None else "hf and fp8 (block-FP8, the rollout's bytes)"),
+                *_merge_rows(made),
                 ("checkpoint", f"{made.checkpoint.path}, iteration {made.checkpoint.training_iteration}"),
                 ("MLflow run", made.source.run_id or "not known"),
                 ("store", made.store),
@@ -115,6 +117,20 @@ def _register(arguments: argparse.Namespace) -> int:
         print(f"note: stock vLLM on fp8/: {obstacle}")
     print(f"check it: {_verify_command(reference, arguments)}")
     return 0
+
+
+def _merge_rows(made: Any) -> list[tuple[str, str]]:
+    """What a merge of adapters lost, where there was one."""
+    if made.merge is None:
+        return []
+    lost = f"{made.merge.lost_in_compute_dtype:.1%} of the merged update's elements vanish in hf/"
+    if made.merge.lost_in_fp8 is not None:
+        lost += f", {made.merge.lost_in_fp8:.1%} in fp8/"
+    return [
+        ("adapter", "adapter/ (PEFT); hf and fp8 are merged, which is not the function that was trained"),
+        ("lost", lost),
+        ("base", f"{made.checkpoint.base}, hash {str(made.checkpoint.base_hash)[:16]}"),
+    ]
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -182,8 +198,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    from rllib_llm.on_disk.owner import owner_of
     from rllib_llm.registry.mlflow_registry import Registry
-    from rllib_llm.registry.owner import owner_of
     from rllib_llm.registry.package import serving_environment
     from rllib_llm.registry.verify import verify_package
 
@@ -198,7 +214,9 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     manifest = verdict.manifest
     form = arguments.format or ("hf" if manifest.fp8 is None else "fp8")
-    folder = manifest.fp8 if form == "fp8" else manifest.masters
+    folder = {"fp8": manifest.fp8, "adapter": manifest.adapter, "hf": manifest.masters}[form]
+    if folder is None and form == "adapter":
+        raise UsageError("--format adapter: this model was not trained with adapters; use --format hf")
     if folder is None:
         raise UsageError(
             f"--format fp8: the rollout of policy '{manifest.policy_name}' holds no FP8; use --format hf"
@@ -206,6 +224,9 @@ def _export(arguments: argparse.Namespace) -> int:
     if target.exists():
         raise UsageError(f"{target} exists already: name a directory that does not")
     _copy_whole(root / folder, target)
+    if form == "adapter":
+        print(f"wrote {target} (PEFT adapter) from {entry.uri}, on base {manifest.lineage.get('base_model')}")
+        return 0
     owner = owner_of(target)
     assert owner is not None  # verified above
     print(f"wrote {target} ({form}) from {entry.uri}")

@@ -9,8 +9,10 @@ from rllib_llm.cli import table
 REWARD = "env_runners/episode_return_mean"
 TOKENS_PER_S = "env_runners/tokens_per_s"
 EVAL_REWARD = "evaluation/env_runners/episode_return_mean"
+REWARD_AT_START = "evaluation_at_start/env_runners/episode_return_mean"
 REWARD_ERRORS = "env_runners/num_reward_errors_lifetime"
 _LAST = 5  # iterations whose mean is called the last reward: one iteration's mean is noisy
+_FEW = 10  # iterations before which a reward that has not risen says nothing: each has other problems
 
 History = Sequence[dict[str, float]]
 
@@ -30,7 +32,8 @@ def closing_table(
         [
             ("result", f"{status} after {_duration(history)}"),
             ("reward", reward_text(history)),
-            ("held-out reward", _curve_text([row[EVAL_REWARD] for row in history if EVAL_REWARD in row])),
+            ("held-out reward", held_out_text(history)),
+            *_too_few(history),
             ("sampling speed", _speed_text(history)),
             *_lost(history),
             ("mismatch k3", _spread(history, "mismatch/k3")),
@@ -54,14 +57,31 @@ def reward_text(history: History) -> str:
     return f"{rewards[0]:.3f} → {mean:.3f} (first iteration → mean of the last {len(last)}; best {max(rewards):.3f})"
 
 
-def _curve_text(values: list[float]) -> str:
-    if not values:
+def held_out_text(history: History) -> str:
+    """``0.477 → 0.742 (before training → iteration 60)``; without a first one from evaluation to evaluation."""
+    measured = [
+        *(("before training", row[REWARD_AT_START]) for row in history if REWARD_AT_START in row),
+        *(
+            (f"iteration {row['training_iteration']:.0f}", row[EVAL_REWARD])
+            for row in history
+            if EVAL_REWARD in row
+        ),
+    ]
+    if not measured:
         return "not measured"
-    return (
-        f"{values[0]:.3f} → {values[-1]:.3f} (first → last of {len(values)} evaluations)"
-        if len(values) > 1
-        else f"{values[0]:.3f} (one evaluation)"
-    )
+    (first, before), (last, after) = measured[0], measured[-1]
+    if len(measured) == 1:
+        return f"{before:.3f} ({first}, the only evaluation)"
+    return f"{before:.3f} → {after:.3f} ({first} → {last})"
+
+
+def _too_few(history: History) -> list[tuple[str, str]]:
+    """A row that warns of reading a trend into a few iterations."""
+    done = len([row for row in history if REWARD in row])
+    if not 0 < done < _FEW:
+        return []
+    are = "iterations are" if done > 1 else "iteration is"
+    return [("verdict", f"{done} {are} too few to tell whether it learns: {_FEW} or more are needed")]
 
 
 def _duration(history: History) -> str:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.files import write_whole
+from rllib_llm.errors import InputError, RllibLLMError
+from rllib_llm.on_disk.atomic import write_whole
 
 __all__ = ["SCHEMA", "STATUSES", "CurveWriter", "Curves", "CurvesError", "Run", "read_curves"]
 
@@ -26,7 +27,7 @@ _KEYS = ("arm", "seed", "iteration")
 _SHOWN = 20  # problems listed in one error: a file of the wrong kind has one per line
 
 
-class CurvesError(ValueError):
+class CurvesError(RllibLLMError, InputError, ValueError):
     """Raw results that cannot be read; `.problems` holds one sentence per problem, with file and line."""
 
     def __init__(self, source: Path, problems: list[str]):
@@ -58,6 +59,7 @@ class Run:
 
     @property
     def last_iteration(self) -> int:
+        """The largest iteration of this run that has a row."""
         return max(self.rows, default=0)
 
 
@@ -70,12 +72,15 @@ class Curves:
 
     @property
     def arms(self) -> tuple[str, ...]:
+        """Names of the arms, each once, in the order of the runs."""
         return tuple(dict.fromkeys(run.arm for run in self.runs))
 
     def of(self, arm: str) -> tuple[Run, ...]:
+        """The runs of one arm."""
         return tuple(run for run in self.runs if run.arm == arm)
 
     def measured(self, metric: str) -> bool:
+        """Whether any run has a value of this metric."""
         return any(metric in row for run in self.runs for row in run.rows.values())
 
 

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import ray
 from ray import tune
 from ray.tune import CheckpointConfig, ResumeConfig, Stopper
 
 from precision_policies import PolicyError, PrecisionPolicy, load_policy
+from precision_policies.errors import MISSING, Violation
 from rllib_llm.compare.curves import CurveWriter
-from rllib_llm.directories import EXPERIMENT_FILE
-from rllib_llm.experiment import Experiment, ExperimentError
-from rllib_llm.files import write_whole
+from rllib_llm.experiment.errors import ExperimentError
+from rllib_llm.experiment.sections import Experiment
+from rllib_llm.on_disk.atomic import write_whole
+from rllib_llm.on_disk.directories import EXPERIMENT_FILE
 from rllib_llm.tracking.entries import metrics_of
 
 if TYPE_CHECKING:
     from rllib_llm.algorithm.config import GRPOConfig
 
-__all__ = ["CellCallback", "Plan", "arm_and_seed", "describe_plan", "run_cells"]
+__all__ = ["CellCallback", "ComparisonPlan", "arm_and_seed", "describe_plan", "run_cells"]
 
 # Tune's own directory: at the end of a resumed experiment Tune puts back every *.json that lay in it at the start.
 TRIALS = "trials"
@@ -31,7 +34,7 @@ _REASON_LENGTH = 300
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """experiment: what all cells share. policies: one arm each, told apart by name. seeds: of every arm.
 
     iterations: length of every cell. concurrent: most cells at a time; None: as many as Ray can place.
@@ -45,6 +48,7 @@ class Plan:
 
     @property
     def arms(self) -> tuple[str, ...]:
+        """Names of the policies that are compared."""
         return tuple(policy.name for policy in self.policies)
 
     def configs(self) -> list[GRPOConfig]:
@@ -52,27 +56,23 @@ class Plan:
 
         Raises ExperimentError with the problems of all arms, each once.
         """
-        problems: list[str] = [] if len(self.arms) == len(set(self.arms)) else [self._doubled()]
+        found: list[Violation] = [] if len(self.arms) == len(set(self.arms)) else [self._doubled()]
         if not self.policies:
-            problems.append("policies: none given.")
-        if (
-            not self.seeds
-            or len(set(self.seeds)) < len(self.seeds)
-            or not 0 <= min(self.seeds) <= max(self.seeds) < 2**32
-        ):
-            problems.append(
-                f"seeds = {list(self.seeds)} must name at least one seed, none twice, none below 0 or above 2**32 - 1."
-            )
+            found.append(Violation("policies", MISSING, "none given", "name at least one"))
+        seeds = self.seeds
+        if not seeds or len(set(seeds)) < len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
+            remedy = "name at least one, none twice, none below 0 or above 2**32 - 1"
+            found.append(Violation("seeds", list(seeds), "cannot be", remedy))
         if self.iterations < 1:
-            problems.append(f"iterations = {self.iterations} must be at least 1.")
+            found.append(Violation("iterations", self.iterations, "out of range", "must be >= 1"))
         out = []
         for policy in self.policies:
             try:
                 out.append(self.cell(policy, self.seeds[0] if self.seeds else 0).to_grpo_config())
             except ExperimentError as error:
-                problems += [text for text in error.problems if text not in problems]
-        if problems:
-            raise ExperimentError(f"comparison of {self.experiment.name!r}", problems)
+                found += [violation for violation in error.violations if violation not in found]
+        if found:
+            raise ExperimentError(f"comparison of {self.experiment.name!r}", found)
         return out
 
     def cell(self, policy: PrecisionPolicy, seed: int) -> Experiment:
@@ -81,12 +81,12 @@ class Plan:
         run = dataclasses.replace(self.experiment.run, seed=seed, iterations=self.iterations)
         return dataclasses.replace(self.experiment, precision=precision, run=run)
 
-    def _doubled(self) -> str:
+    def _doubled(self) -> Violation:
         names = sorted({name for name in self.arms if self.arms.count(name) > 1})
-        return f"policies: {', '.join(names)} more than once; give each policy file a name of its own."
+        return Violation("policies", names, "more than once", "give each policy file a name of its own")
 
 
-def describe_plan(plan: Plan, writer: CurveWriter, baseline: str | None) -> None:
+def describe_plan(plan: ComparisonPlan, writer: CurveWriter, baseline: str | None) -> None:
     """Writes into ``compare.json`` what is known before the first cell runs."""
     from rllib_llm.tracking.provenance import provenance_tags
 
@@ -110,7 +110,7 @@ def describe_plan(plan: Plan, writer: CurveWriter, baseline: str | None) -> None
 
 
 def run_cells(
-    plan: Plan,
+    plan: ComparisonPlan,
     config: GRPOConfig,
     directory: Path,
     callbacks: Sequence[tune.Callback],
@@ -159,7 +159,7 @@ class CellCallback(tune.Callback):
     Tune's own handling of SIGINT ends trials where they are; the iterations since their last checkpoint would be lost.
     """
 
-    def __init__(self, plan: Plan, writer: CurveWriter, interrupt: _Interrupt) -> None:
+    def __init__(self, plan: ComparisonPlan, writer: CurveWriter, interrupt: _Interrupt) -> None:
         self._cells = {
             (policy.name, seed): plan.cell(policy, seed).to_yaml()
             for policy in plan.policies
@@ -198,9 +198,8 @@ class CellCallback(tune.Callback):
         self._writer.status(*arm_and_seed(trial), "finished")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        text = _error_text(trial)
-        halted = "PrecisionHalt" in text
-        self._writer.status(*arm_and_seed(trial), "halted" if halted else "failed", _reason(text))
+        status = "halted" if _halted(trial) else "failed"
+        self._writer.status(*arm_and_seed(trial), status, _reason(_error_text(trial)))
 
     def get_state(self) -> dict[str, Any]:
         return {}
@@ -224,7 +223,21 @@ class _AfterIterations(Stopper):
 
 def arm_and_seed(trial: Any) -> tuple[str, int]:
     """Which cell a Tune trial is."""
-    return load_policy(trial.config["precision_config"]["policy"]).name, int(trial.config["seed"])
+    return load_policy(trial.config["precision"]["policy"]).name, int(trial.config["seed"])
+
+
+def _halted(trial: Any) -> bool:
+    """Whether the precision guard ended a failed trial: by the error object that Tune has just stored."""
+    from rllib_llm.algorithm.monitor import PrecisionHalt
+
+    file = getattr(trial, "pickled_error_file", None)
+    if not file or not Path(file).is_file():
+        return False
+    try:
+        error = ray.cloudpickle.loads(Path(file).read_bytes())  # of this process, a moment ago
+    except Exception:  # an error class that cannot be made again is none of ours
+        return False
+    return isinstance(error, PrecisionHalt) or isinstance(getattr(error, "cause", None), PrecisionHalt)
 
 
 def _error_text(trial: Any) -> str:
@@ -254,16 +267,18 @@ def _cell_name(trial: Any) -> str:
     return f"{arm}_seed{seed}"
 
 
-def _arm(policy: PrecisionPolicy, baseline: PrecisionPolicy, plan: Plan) -> dict[str, Any]:
+def _arm(policy: PrecisionPolicy, baseline: PrecisionPolicy, plan: ComparisonPlan) -> dict[str, Any]:
     from rllib_llm.models.checkpoint import load_config
     from rllib_llm.models.paths import resolve_model_path
 
     path = plan.experiment.model.path
     model = load_config(resolve_model_path(path)) if path else None
+    adapter = plan.experiment.model.adapter
+    spec = None if adapter is None else adapter.spec()
     return {
         "policy": policy.name,
         "fingerprint": policy.fingerprint,
-        "plan_hash": policy.resolve(model).hash if model is not None else "",
+        "plan_hash": policy.resolve(model, spec).hash if model is not None else "",
         "differences": [f"{d.key}: {d.ours} (not {d.theirs})" for d in policy.diff(baseline)],
         "definition": policy.to_dict(),
     }

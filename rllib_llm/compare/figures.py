@@ -18,6 +18,7 @@ import numpy as np
 
 from rllib_llm.compare.curves import Curves, Run, finite
 from rllib_llm.compare.statistics import Estimate, band
+from rllib_llm.errors import InputError, RllibLLMError
 
 __all__ = [
     "FiguresUnavailableError",
@@ -58,7 +59,7 @@ _STYLE = {
 }
 
 
-class FiguresUnavailableError(RuntimeError):
+class FiguresUnavailableError(RllibLLMError, InputError, RuntimeError):
     """matplotlib, which draws the figures, is not installed."""
 
 

@@ -11,7 +11,7 @@ from rllib_llm.compare import findings, sections, verdicts
 from rllib_llm.compare.curves import Curves, CurvesError, read_curves
 from rllib_llm.compare.figures import require_matplotlib
 from rllib_llm.compare.statistics import Ranking, estimate_mean, rank
-from rllib_llm.files import write_whole
+from rllib_llm.on_disk.atomic import write_whole
 
 __all__ = ["REPORT_FILE", "Options", "Report", "build_report", "write_report"]
 

@@ -15,11 +15,13 @@ from rllib_llm.compare.figures import Plot
 from rllib_llm.compare.findings import Findings, ends, number, span
 from rllib_llm.mismatch.registry import POSITION_BUCKETS
 
-__all__ = ["Figure", "Section", "Table", "all_sections"]
+__all__ = ["Figure", "ReportSection", "Table", "all_sections"]
 
 
 @dataclass(frozen=True)
 class Figure:
+    """A picture as SVG text, with title and caption."""
+
     title: str
     svg: str
     caption: str = ""
@@ -35,7 +37,9 @@ class Table:
 
 
 @dataclass
-class Section:
+class ReportSection:
+    """One part of the report: texts, then figures, then tables."""
+
     title: str
     texts: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
@@ -43,10 +47,11 @@ class Section:
 
     @property
     def empty(self) -> bool:
+        """Whether there is neither a figure nor a table."""
         return not (self.figures or self.tables)
 
 
-def all_sections(found: Findings) -> list[Section]:
+def all_sections(found: Findings) -> list[ReportSection]:
     """In the order of reading; a section without content is left out."""
     makers = (_final, _curves, _runs, _mismatch, _health, _throughput, _cost, _memory, _arms)
     return [section for maker in makers if not (section := maker(found)).empty]
@@ -55,8 +60,8 @@ def all_sections(found: Findings) -> list[Section]:
 # ---- reward ----------------------------------------------------------------------------------------------------------
 
 
-def _final(found: Findings) -> Section:
-    section = Section("Final reward")
+def _final(found: Findings) -> ReportSection:
+    section = ReportSection("Final reward")
     plot = Plot("Final reward of each run", "", "reward")
     svg = figures.dots(found.curves.arms, plot, found.values, found.means)
     caption = "Symbols: runs. Upright bar: their mean; line: its 95 % bootstrap interval."
@@ -90,8 +95,8 @@ def _final(found: Findings) -> Section:
     return section
 
 
-def _curves(found: Findings) -> Section:
-    section = Section("Reward over training")
+def _curves(found: Findings) -> ReportSection:
+    section = ReportSection("Reward over training")
     metric = found.options.metric
     _add_curve(section, found, Plot("Reward", "reward"), metric)
     if metric != verdicts.HELD_OUT:
@@ -125,7 +130,7 @@ def _against_cost(found: Findings, metric: str, of: Any) -> dict[tuple[str, int]
     return out
 
 
-def _runs(found: Findings) -> Section:
+def _runs(found: Findings) -> ReportSection:
     rows = []
     for state in found.health:
         run = state.run
@@ -143,14 +148,14 @@ def _runs(found: Findings) -> Section:
             ]
         )
     header = ("arm", "seed", "status", "iterations", "final reward", "divergence", "detail")
-    return Section("Runs and divergence", tables=[Table(header, rows)])
+    return ReportSection("Runs and divergence", tables=[Table(header, rows)])
 
 
 # ---- mismatch --------------------------------------------------------------------------------------------------------
 
 
-def _mismatch(found: Findings) -> Section:
-    section = Section("Mismatch between learner and engine")
+def _mismatch(found: Findings) -> ReportSection:
+    section = ReportSection("Mismatch between learner and engine")
     section.texts.append(
         "Of every trained token: the log-probability that the learner computes, minus the one it was sampled with, "
         "under the same weights. On logarithmic axes an exact 0 lies on the foot of the axis."
@@ -189,7 +194,7 @@ def _mismatch(found: Findings) -> Section:
     return section
 
 
-def _add_positions(section: Section, found: Findings) -> None:
+def _add_positions(section: ReportSection, found: Findings) -> None:
     values = {}
     for arm in found.curves.arms:
         row = [_at_position(found.curves.of(arm), bucket) for bucket in POSITION_BUCKETS]
@@ -218,8 +223,8 @@ def _at_position(runs: Sequence[Run], bucket: str) -> float:
 # ---- training and cost -----------------------------------------------------------------------------------------------
 
 
-def _health(found: Findings) -> Section:
-    section = Section("Training")
+def _health(found: Findings) -> ReportSection:
+    section = ReportSection("Training")
     for plot, metric in (
         (Plot("Gradient norm before clipping", "L2 norm"), verdicts.GRAD_NORM),
         (Plot("Entropy", "nats"), "learners/default_policy/entropy"),
@@ -231,8 +236,8 @@ def _health(found: Findings) -> Section:
     return section
 
 
-def _throughput(found: Findings) -> Section:
-    section = Section("Throughput by phase")
+def _throughput(found: Findings) -> ReportSection:
+    section = ReportSection("Throughput by phase")
     seconds: dict[str, dict[str, float]] = {}
     for arm in found.curves.arms:
         phases = {
@@ -256,8 +261,8 @@ def _throughput(found: Findings) -> Section:
     return section
 
 
-def _cost(found: Findings) -> Section:
-    section = Section("Cost to reach a reward")
+def _cost(found: Findings) -> ReportSection:
+    section = ReportSection("Cost to reach a reward")
     if found.target is None:
         return section
     section.texts.append(f"Target: {number(found.target)}.")
@@ -275,7 +280,7 @@ def _cost(found: Findings) -> Section:
     return section
 
 
-def _memory(found: Findings) -> Section:
+def _memory(found: Findings) -> ReportSection:
     names = [f"{who}_{what}_peak_gib" for who in ("learner", "engine") for what in ("rss", "cuda")]
     rows = []
     for arm in found.curves.arms:
@@ -284,10 +289,10 @@ def _memory(found: Findings) -> Section:
             rows.append([_name(found, arm), *(number(peak, 2) for peak in peaks)])
     header = ("arm", "learner, main memory", "learner, GPU", "engine, main memory", "engine, GPU")
     caption = "Largest peak of any run, GiB. Learner and engine in one process share its main memory and both show it."
-    return Section("Memory", tables=[Table(header, rows, caption)] if rows else [])
+    return ReportSection("Memory", tables=[Table(header, rows, caption)] if rows else [])
 
 
-def _arms(found: Findings) -> Section:
+def _arms(found: Findings) -> ReportSection:
     said: Mapping[str, Any] = found.curves.description.get("arms") or {}
     rows = []
     for arm in found.curves.arms:
@@ -299,13 +304,13 @@ def _arms(found: Findings) -> Section:
         ]
         rows.append([_name(found, arm), *cells, "; ".join(line for line in lines if line) or "–"])
     header = ("arm", "policy", "fingerprint", "plan", f"what it is; differences to {found.baseline}")
-    return Section("Arms", tables=[Table(header, rows)])
+    return ReportSection("Arms", tables=[Table(header, rows)])
 
 
 # ---- small parts -----------------------------------------------------------------------------------------------------
 
 
-def _add_curve(section: Section, found: Findings, plot: Plot, metric: str) -> None:
+def _add_curve(section: ReportSection, found: Findings, plot: Plot, metric: str) -> None:
     series = {(run.arm, run.seed): figures.run_series(run, metric) for run in found.curves.runs}
     series = {cell: points for cell, points in series.items() if points}
     if series:

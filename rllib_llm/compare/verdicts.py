@@ -75,6 +75,7 @@ class Health:
 
     @property
     def diverged(self) -> bool:
+        """Whether the run diverged by one of the three rules."""
         return self.kind not in ("sound", "dipped")
 
 

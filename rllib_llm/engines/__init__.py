@@ -4,7 +4,6 @@ from rllib_llm.engines.base import (
     CHECKPOINT_VERSION,
     NO_WEIGHTS,
     Completion,
-    EngineError,
     EngineUnavailableError,
     PromptError,
     RolloutEngine,
@@ -12,6 +11,7 @@ from rllib_llm.engines.base import (
     SamplingParamsError,
 )
 from rllib_llm.engines.factory import ENGINES, make_engine
+from rllib_llm.errors import EngineError
 
 __all__ = [
     "CHECKPOINT_VERSION",

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from precision_policies import Attestation
-from rllib_llm.memory import peak_memory
+from rllib_llm.errors import InputError, RllibLLMError
+from rllib_llm.process.memory import peak_memory
 
 if TYPE_CHECKING:
     from rllib_llm.sync.packed import WeightUpdate
@@ -31,20 +32,16 @@ CHECKPOINT_VERSION = 0
 """`RolloutEngine.weights_version` after loading a model directory; a learner's exports count from 1."""
 
 
-class EngineError(RuntimeError):
-    """An engine could not do what was asked; nothing half-done is returned."""
-
-
-class SamplingParamsError(ValueError):
+class SamplingParamsError(RllibLLMError, ValueError):
     """Sampling parameters that make no sense; lists all of them."""
 
 
-class PromptError(ValueError):
+class PromptError(RllibLLMError, ValueError):
     """Prompts that cannot be generated from: empty, too long for the context, or ids outside the
     vocabulary."""
 
 
-class EngineUnavailableError(ImportError):
+class EngineUnavailableError(RllibLLMError, InputError, ImportError):
     """The asked engine is not installed. There is no fallback: another engine computes other numbers."""
 
 
@@ -228,12 +225,19 @@ class RolloutEngine(ABC):
                 next one.
         """
 
+    def holds_base(self, base: str) -> bool:
+        """Whether `update_weights` would take adapters alone that are on the base of this hash (`rllib_llm.sync.base`).
+
+        An engine that knows no such updates holds none.
+        """
+        return False
+
     @abstractmethod
     def attest(self) -> Attestation:
         """What this engine runs with, gathered in its own process, with hashes of the weights it holds."""
 
     def peak_memory(self) -> dict[str, float]:
-        """GiB that the process of the engine has taken at most (`rllib_llm.memory.peak_memory`).
+        """GiB that the process of the engine has taken at most (`rllib_llm.process.memory.peak_memory`).
 
         An engine in a process of its own overrides it.
         """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precision_policies import PrecisionPolicy
-from rllib_llm.engines.base import EngineError, PromptError, SamplingParams, SamplingParamsError
+from rllib_llm.engines.base import PromptError, SamplingParams, SamplingParamsError
 
 
 def context_length(asked: int | None, supported: int) -> int:
@@ -24,7 +24,7 @@ def context_length(asked: int | None, supported: int) -> int:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> None:
-    """Refuse prompts that leave no room for one new token, are empty, or hold ids outside the vocabulary.
+    """Refuse prompts that leave no place for one new token, are empty, or hold ids outside the vocabulary.
 
     Raises:
         PromptError: lists every such prompt.
@@ -78,29 +78,12 @@ def check_sampling_policy(policy: PrecisionPolicy, params: SamplingParams) -> No
         raise SamplingParamsError(f"policy {policy.name!r} refuses these sampling parameters:\n{lines}")
 
 
-def require_idle(pending: Iterable[Any]) -> None:
-    """EngineError if requests are pending; it names them."""
-    names = [str(request) for request in pending]
-    if names:
-        shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-        raise EngineError(
-            f"{len(names)} submitted request(s) are pending ({shown}): collect or abort them first; the tokens of a "
-            "completion are all of one weights version"
-        )
-
-
-def require_not_paused(paused: bool) -> None:
-    """EngineError if the engine is paused."""
-    if paused:
-        raise EngineError("the engine is paused: call resume() first; submit() may queue requests meanwhile")
-
-
 def pending_of(pending: Mapping[int, Any], requests: Sequence[int] | None) -> list[int]:
     """The requests that `abort` ends: those asked for (None: all) that are pending, each once."""
     return list(pending) if requests is None else [r for r in dict.fromkeys(requests) if r in pending]
 
 
-def check_same_law(pending: SamplingParams, params: SamplingParams) -> None:
+def check_same_params(pending: SamplingParams, params: SamplingParams) -> None:
     """Refuse to mix sampling parameters among pending requests.
 
     Raises:
@@ -108,6 +91,6 @@ def check_same_law(pending: SamplingParams, params: SamplingParams) -> None:
     """
     if dataclasses.replace(pending, seed=None) != dataclasses.replace(params, seed=None):
         raise SamplingParamsError(
-            f"requests with {pending} are pending, and {params} were asked for: an engine samples with one law at a "
-            "time; collect or abort the pending requests first"
+            f"requests with {pending} are pending, and {params} were asked for: an engine samples from one "
+            "distribution at a time; collect or abort the pending requests first"
         )

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rllib_llm.engines.base import Completion, EngineError, FinishReason, SamplingParams
+from rllib_llm.engines.base import Completion, FinishReason, SamplingParams
 from rllib_llm.engines.sampler import sample, sequence_uniforms
 from rllib_llm.engines.stopping import StopRule
+from rllib_llm.errors import EngineError
 from rllib_llm.models.batch import PackedBatch
 from rllib_llm.models.causal_lm import CausalLM
 from rllib_llm.models.kv_cache import DecoderCache
@@ -107,7 +108,7 @@ class Generation:
         return bool(self.waiting or self.staged or self.active)
 
     def step(self) -> None:
-        """Admit what there is room for, and sample one token of every running sequence."""
+        """Admit as many prompts as fit, and sample one token of every running sequence."""
         self._admit()
         if self.active:
             self._decode_step()
@@ -158,17 +159,17 @@ class Generation:
         H] of the last token of each."""
         last: dict[int, torch.Tensor] = {}
         pieces: list[tuple[int, int, int]] = []  # (which, start, stop)
-        room = self.limits.prefill_tokens
+        budget = self.limits.prefill_tokens
         for which, prompt in enumerate(indices):
             start, length = 0, len(self.prompts[prompt])
             while start < length:
-                stop = min(length, start + room)
+                stop = min(length, start + budget)
                 pieces.append((which, start, stop))
-                room -= stop - start
+                budget -= stop - start
                 start = stop
-                if room == 0:
+                if budget == 0:
                     self._prefill_chunk(pieces, indices, slots, last)
-                    pieces, room = [], self.limits.prefill_tokens
+                    pieces, budget = [], self.limits.prefill_tokens
         if pieces:
             self._prefill_chunk(pieces, indices, slots, last)
         return torch.stack([last[which] for which in range(len(indices))])
@@ -278,7 +279,23 @@ class Generation:
         where = ", ".join(f"prompt {s.prompt} completion {s.child} token {len(s.token_ids)}" for s in bad[:5])
         raise EngineError(
             f"{len(bad)} of {len(running)} log-probs are not finite (first: {where}) with weights version "
-            f"{self.version}: "
-            "the weights or the formats overflow; check the learner's finite guard and the policy's "
-            "compute dtype"
+            f"{self.version}: {self._cause()}"
+        )
+
+    def _cause(self) -> str:
+        """Why log-probs are not finite: the weights are not, or they are and the forward pass overflows."""
+        wrong = [
+            name
+            for name, weight in self.model.named_parameters()
+            if weight.is_floating_point() and not bool(torch.isfinite(weight.float()).all())
+        ]
+        if wrong:
+            return (
+                f"{len(wrong)} weights hold inf or NaN (first: {wrong[0]}). The file of the model has them, or an "
+                "update with a train.lr that is too high has made them; go on from an earlier "
+                "checkpoint with a lower one"
+            )
+        return (
+            "all weights are finite, so the forward pass overflows: a format of the precision policy is too narrow for "
+            f"this model, or the temperature ({self.params.temperature:g}) is too low"
         )

@@ -10,7 +10,7 @@ import torch
 
 from precision_kernels import log_softmax
 from precision_kernels.reference import exp
-from rllib_llm.models.sampling_law import logprobs_of, truncated_logits
+from rllib_llm.models.sampling_distribution import logprobs_of, truncated_logits
 
 
 def sequence_seeds(count: int, seed: int | None, seeds: Sequence[int] | None) -> list[tuple[int, ...]]:
@@ -48,16 +48,16 @@ def sample(
     Args:
         logits: fp32 [T, V].
         uniforms: fp64 [T] in [0, 1); unused at temperature 0.
-        temperature, top_k, top_p, banned_ids, banned_rows: see `rllib_llm.models.sampling_law`.
+        temperature, top_k, top_p, banned_ids, banned_rows: see `rllib_llm.models.sampling_distribution`.
 
     Returns:
         ids int64 [T] and their log-probs fp32 [T], of the distribution sampled from.
     """
-    law = truncated_logits(logits, temperature, top_k, top_p, None, banned_ids, banned_rows)
+    distribution = truncated_logits(logits, temperature, top_k, top_p, None, banned_ids, banned_rows)
     if temperature == 0:
-        ids = law.argmax(dim=-1)
+        ids = distribution.argmax(dim=-1)
     else:
-        cumulative = exp(log_softmax(law)).to(torch.float64).cumsum(dim=-1)
+        cumulative = exp(log_softmax(distribution)).to(torch.float64).cumsum(dim=-1)
         total = cumulative[:, -1:]
         # u < 1, but u * total may round to total: stay below it, so that the id found has positive
         # probability.

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rllib_llm.engines.base import FinishReason, SamplingParams
+from rllib_llm.models.checkpoint import eos_token_ids
+
+if TYPE_CHECKING:
+    from rllib_llm.settings.groups import RolloutSettings
 
 _CONTEXT_TOKENS = (
     8  # a character may be spread over several byte tokens: decode a little before the longest stop string
@@ -16,7 +21,7 @@ _HALF_CHARACTER = "\ufffd"
 """What tokenizers decode the first bytes of a character to; the token that brings the last replaces it."""
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """The one method that stop strings need from a transformers tokenizer."""
 
     def decode(self, token_ids: Sequence[int], **kwargs: object) -> str: ...
@@ -36,6 +41,18 @@ def ids_of_model(eos_token_id: int | Sequence[int], vocab: int) -> tuple[int, ..
     if not all(0 <= t < vocab for t in ids):
         raise ValueError(f"eos_token_id={eos_token_id}: the model's ids are 0 to {vocab - 1}")
     return ids
+
+
+def end_ids(rollout: RolloutSettings, config: Any, path: Path | None) -> list[int]:
+    """The ids that end an answer in a run, sorted, as its engine has them: of the model's files or the engine's option
+    `eos_token_id`, and `stop_token_ids`.
+
+    Args:
+        config, path: of the model (`rllib_llm.models.checkpoint.eos_token_ids`).
+    """
+    named = rollout.engine_options.get("eos_token_id")
+    eos = eos_token_ids(config, path) if named is None else ids_of_model(named, config.vocab_size)
+    return sorted({*eos, *rollout.stop_token_ids})
 
 
 def stop_id_problems(params: SamplingParams, eos_token_ids: Iterable[int], vocab: int) -> list[str]:
@@ -60,7 +77,7 @@ class StopRule:
     """
 
     def __init__(
-        self, params: SamplingParams, eos_token_ids: Iterable[int], tokenizer: Decoder | None
+        self, params: SamplingParams, eos_token_ids: Iterable[int], tokenizer: TokenDecoder | None
     ) -> None:
         if params.stop and tokenizer is None:
             raise ValueError(
@@ -74,12 +91,12 @@ class StopRule:
         self._tokenizer = tokenizer
         self._window = max((len(s.encode()) for s in params.stop), default=0) + _CONTEXT_TOKENS
 
-    def check(self, token_ids: Sequence[int], room: int) -> FinishReason | None:
+    def check(self, token_ids: Sequence[int], tokens_left: int) -> FinishReason | None:
         """Why a completion that just got its last token ends now, or None.
 
         Args:
             token_ids: the completion so far, newest last.
-            room: how many more tokens fit into the model's context.
+            tokens_left: how many more tokens fit into the model's context.
         """
         count = len(token_ids)
         if count > self._params.min_tokens:  # the first min_tokens tokens end nothing, as in vLLM
@@ -87,7 +104,7 @@ class StopRule:
                 return "stop"
             if self._params.stop and self._completes_stop_string(token_ids):
                 return "stop"
-        if count >= self._params.max_tokens or room <= 0:
+        if count >= self._params.max_tokens or tokens_left <= 0:
             return "length"
         return None
 

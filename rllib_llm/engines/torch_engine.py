@@ -13,32 +13,27 @@ from typing import Any
 
 import torch
 
-from precision_policies import Attestation, PrecisionPolicy, load_policy
-from rllib_llm.attest import build_attestation
-from rllib_llm.engines.base import (
-    CHECKPOINT_VERSION,
-    NO_WEIGHTS,
-    Completion,
-    EngineError,
-    RolloutEngine,
-    SamplingParams,
-)
+from precision_policies import AdapterSpec, Attestation, PrecisionPolicy, load_policy
+from rllib_llm.engines.base import CHECKPOINT_VERSION, NO_WEIGHTS, Completion, RolloutEngine, SamplingParams
 from rllib_llm.engines.checks import (
     check_prompts,
-    check_same_law,
+    check_same_params,
     check_sampling_policy,
     context_length,
     pending_of,
     refuse_params,
-    require_idle,
-    require_not_paused,
 )
 from rllib_llm.engines.generation import Generation, Limits
 from rllib_llm.engines.sampler import sequence_seeds
-from rllib_llm.engines.stopping import Decoder, StopRule, ids_of_model, stop_id_problems
+from rllib_llm.engines.state import EngineState, require_idle, require_sleep_level
+from rllib_llm.engines.stopping import StopRule, TokenDecoder, ids_of_model, stop_id_problems
+from rllib_llm.errors import EngineError
 from rllib_llm.models.causal_lm import CausalLM, build_model
 from rllib_llm.models.checkpoint import eos_token_ids, load_pretrained, load_tokenizer, model_config
 from rllib_llm.models.kv_cache import DecoderCache
+from rllib_llm.process.allocator import keep_freed_memory
+from rllib_llm.process.attest import build_attestation
+from rllib_llm.sync.base import holds_base
 from rllib_llm.sync.packed import WeightUpdate
 from rllib_llm.sync.receiver import Incoming
 from rllib_llm.sync.stream import Groups, StreamOffer
@@ -65,6 +60,7 @@ class TorchEngine(RolloutEngine):
         kv_cache_bytes: bound of the KV cache; lowers the number of concurrent sequences when needed.
         device: "cpu" or "cuda".
         allow_other_policy: load a registered model under a policy other than its own, which is refused otherwise.
+        adapter: low-rank adapters on the model; from a directory they start as new ones.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class TorchEngine(RolloutEngine):
         policy: Any,
         *,
         load_weights: bool = True,
-        tokenizer: Decoder | None = None,
+        tokenizer: TokenDecoder | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 128,
@@ -81,13 +77,18 @@ class TorchEngine(RolloutEngine):
         kv_cache_bytes: int = 4 << 30,
         device: str | torch.device = "cpu",
         allow_other_policy: bool = False,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         _check_options(
             max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens, kv_cache_bytes=kv_cache_bytes
         )
         self.policy: PrecisionPolicy = load_policy(policy)
         self.device = torch.device(device)
+        self._state = EngineState()
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._path, self._config = model_config(model)
+        self._adapter = adapter
         self._model: CausalLM | None = self._first_model(load_weights, allow_other_policy)
         self._tokenizer = tokenizer
         named = eos_token_ids(self._config, self._path)
@@ -98,9 +99,6 @@ class TorchEngine(RolloutEngine):
         self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self.kv_cache_bytes = kv_cache_bytes
         self._cache: DecoderCache | None = None
-        self._asleep = False
-        self._paused = False
-        self._closed = False
         self._place = place_of(self.device)
         self._groups = Groups()
         self._running: Generation | None = None
@@ -108,22 +106,31 @@ class TorchEngine(RolloutEngine):
         self._next_id = 0
 
     def _first_model(self, load_weights: bool, allow_other_policy: bool) -> CausalLM:
-        self._version = NO_WEIGHTS
         if self._path is None or not load_weights:
-            return build_model(self._config, self.policy, "rollout").to(self.device)
-        loaded = load_pretrained(self._path, self.policy, "rollout", allow_other_policy=allow_other_policy)
-        self._version = CHECKPOINT_VERSION
+            return self._empty_model().to(self.device)
+        loaded = load_pretrained(
+            self._path,
+            self.policy,
+            "rollout",
+            allow_other_policy=allow_other_policy,
+            adapter=self._adapter,
+        )
+        self._state.version = CHECKPOINT_VERSION
         return loaded.to(self.device)
+
+    def _empty_model(self) -> CausalLM:
+        return build_model(self._config, self.policy, "rollout", adapter=self._adapter)
 
     @property
     def weights_version(self) -> int:
-        return self._version
+        return self._state.version
 
     @property
     def model(self) -> CausalLM:
-        """The module; EngineError after `close`."""
+        """The module; EngineError after `close`, and while ``sleep(level=2)`` lasts."""
         if self._model is None:
-            raise EngineError("the engine is closed")
+            self._state.require_awake()
+        assert self._model is not None, "an engine that is awake has a module"
         return self._model
 
     # ------------------------------------------------------------------ generation
@@ -131,9 +138,9 @@ class TorchEngine(RolloutEngine):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
-        self._require_ready()
-        require_not_paused(self._paused)
-        self._require_idle()
+        self._state.require_weights()
+        self._state.require_sampling()
+        require_idle(self._requests)
         self._check_request(prompts, params)
         if not prompts:
             return []
@@ -146,7 +153,7 @@ class TorchEngine(RolloutEngine):
     def submit(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[int]:
-        self._require_ready()
+        self._state.require_weights()
         self._check_request(prompts, params)
         rows = sequence_seeds(len(prompts), params.seed, seeds)
         if not prompts:
@@ -154,7 +161,7 @@ class TorchEngine(RolloutEngine):
         if self._running is None:
             # Any prompt may follow, so a slot holds a whole context.
             self._running = self._generation(self.max_model_len, self.max_num_seqs, params)
-        check_same_law(self._running.params, params)
+        check_same_params(self._running.params, params)
         numbers = self._running.add(prompts, rows)
         ids = list(range(self._next_id, self._next_id + len(numbers)))
         self._next_id += len(numbers)
@@ -162,12 +169,12 @@ class TorchEngine(RolloutEngine):
         return ids
 
     def collect(self, timeout_s: float) -> dict[int, list[Completion]]:
-        self._require_awake()
+        self._state.require_awake()
         deadline = time.monotonic() + timeout_s
         finished: dict[int, list[Completion]] = {}
         try:
             with torch.no_grad():
-                while self._running is not None and not finished and not self._paused:
+                while self._running is not None and not finished and not self._state.paused:
                     self._running.step()
                     finished = self._running.take_finished()
                     if time.monotonic() > deadline:
@@ -181,7 +188,7 @@ class TorchEngine(RolloutEngine):
         return done
 
     def abort(self, requests: Sequence[int] | None = None) -> list[int]:
-        self._require_open()
+        self._state.require_open()
         ended = pending_of(self._requests, requests)
         for request in ended:
             assert self._running is not None, "a pending request runs"
@@ -190,12 +197,12 @@ class TorchEngine(RolloutEngine):
         return ended
 
     def pause(self) -> None:
-        self._require_open()
-        self._paused = True
+        self._state.require_open()
+        self._state.paused = True
 
     def resume(self) -> None:
-        self._require_open()
-        self._paused = False
+        self._state.require_open()
+        self._state.paused = False
 
     @property
     def pending(self) -> int:
@@ -221,7 +228,7 @@ class TorchEngine(RolloutEngine):
         stop_rule = StopRule(params, self._eos, self._stop_tokenizer() if params.stop else None)
         limits, capacity = self._limits(longest_prompt, wanted, params)
         cache = self._cache_of(limits.sequences + limits.staged, capacity)
-        return Generation(self.model, cache, limits, params, stop_rule, self._version)
+        return Generation(self.model, cache, limits, params, stop_rule, self._state.version)
 
     def _limits(self, longest_prompt: int, wanted: int, params: SamplingParams) -> tuple[Limits, int]:
         """How many sequences fit into the KV budget at once, and how long a slot must be."""
@@ -256,7 +263,7 @@ class TorchEngine(RolloutEngine):
             )
         return self._cache
 
-    def _stop_tokenizer(self) -> Decoder | None:
+    def _stop_tokenizer(self) -> TokenDecoder | None:
         if self._tokenizer is None and self._path is not None:
             self._tokenizer = load_tokenizer(self._path)
         return self._tokenizer
@@ -268,22 +275,26 @@ class TorchEngine(RolloutEngine):
         return self._place
 
     def update_weights(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
-        self._require_awake()
-        self._require_idle()
+        self._state.require_awake()
+        require_idle(self._requests)
 
         def begin() -> None:  # if the copying is interrupted, the engine must not sample from a mixture
-            self._version = NO_WEIGHTS
+            self._state.version = NO_WEIGHTS
 
         def finish(version: int) -> None:
-            self._version = version
+            self._state.version = version
 
         return take_update(update, self.model, self._groups, begin, finish)
 
+    def holds_base(self, base: str) -> bool:
+        self._state.require_awake()
+        return self._state.version != NO_WEIGHTS and holds_base(self.model, base)
+
     def attest(self) -> Attestation:
-        self._require_awake()
+        self._state.require_awake()
         model = self.model
-        held = model.weight_hashes() if self._version != NO_WEIGHTS else {}
-        shown = {"engine": "torch", "weights_version": str(self._version)}
+        held = model.weight_hashes() if self._state.version != NO_WEIGHTS else {}
+        shown = {"engine": "torch", "weights_version": str(self._state.version)}
         return build_attestation(
             "rollout", self.policy, model.plan, self.device, weights=held, informational=shown
         )
@@ -291,15 +302,14 @@ class TorchEngine(RolloutEngine):
     # ------------------------------------------------------------------ lifecycle
 
     def sleep(self, level: int = 1) -> None:
-        if level not in (1, 2):
-            raise ValueError(f"sleep(level={level}): 1 frees the KV cache, 2 also the weights")
-        self._require_open()
-        self._require_idle()
+        require_sleep_level(level)
+        self._state.require_open()
+        require_idle(self._requests)
         self._cache = None
-        self._asleep = True
+        self._state.asleep = True
         if level == 2:
             self._model = None
-            self._version = NO_WEIGHTS
+            self._state.version = NO_WEIGHTS
         elif self._model is not None and self.device.type != "cpu":
             self._model.to("cpu")
             self._model.forget_operands()
@@ -307,40 +317,20 @@ class TorchEngine(RolloutEngine):
             torch.cuda.empty_cache()  # what torch keeps for itself, another process cannot have
 
     def wake(self) -> None:
-        self._require_open()
-        self._asleep = False
+        self._state.require_open()
+        self._state.asleep = False
         if self._model is None:
-            self._model = build_model(self._config, self.policy, "rollout")
+            self._model = self._empty_model()
         self._model.to(self.device)
 
     def alive(self) -> bool:
-        return not self._closed
+        return not self._state.closed
 
     def close(self) -> None:
-        self._closed = True
+        self._state.close()
         self._cache = self._model = None
-        self._version = NO_WEIGHTS
         self._groups.close()
         self._drop_requests()
-
-    def _require_idle(self) -> None:
-        require_idle(self._requests)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise EngineError("the engine is closed: make a new one")
-
-    def _require_awake(self) -> None:
-        self._require_open()
-        if self._asleep:
-            raise EngineError("the engine sleeps: call wake() first")
-
-    def _require_ready(self) -> None:
-        self._require_awake()
-        if self._version == NO_WEIGHTS:
-            raise EngineError(
-                "the engine has no weights yet: call update_weights() with an export of the learner first"
-            )
 
 
 def _check_options(**values: int) -> None:

@@ -53,7 +53,7 @@ class CalculatorFactory:
     def __init__(self, config: Mapping[str, Any], split: Split, seed: int):
         from rllib_llm.envs.registry import make_env
 
-        section = Section(config, "env_config")
+        section = Section(config, "env.config")
         inner = section.take("env", None, (str, type))
         inner_config = section.take("env_config", {}, Mapping)
         self.max_calls: int = section.take("max_calls", 4, int, lambda v: v >= 1, "an integer >= 1")

@@ -7,13 +7,13 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rllib_llm.envs.protocol import EnvConfigError
+from rllib_llm.envs.protocol import EnvConfigError, describe_error
 
 
 class Section:
     """A dict of options being read: `take` each known key, then `finish` — which raises with ALL problems found.
 
-    `where` is the dotted path used in messages, e.g. "env_config.answer".
+    `where` is the dotted path used in messages, e.g. "env.config.answer".
     """
 
     def __init__(self, values: Mapping[str, Any] | None, where: str):
@@ -82,7 +82,13 @@ def import_object(path: str, where: str) -> Any:
         raise EnvConfigError(f"{where} = {path!r}: expected 'package.module:Name'")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may do anything when it is imported
+        if not isinstance(error, ImportError):
+            raise EnvConfigError(
+                f"{where} = {path!r}: importing {module_name!r} raised {describe_error(error)}"
+            ) from error
         raise EnvConfigError(
             f"{where} = {path!r}: cannot import {module_name!r} ({error}); is its directory on "
             f"PYTHONPATH, for the Ray workers too?"

@@ -25,7 +25,7 @@ class CurriculumConfig:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any] | None, where: str = "env_config.curriculum"
+        cls, config: Mapping[str, Any] | None, where: str = "env.config.curriculum"
     ) -> CurriculumConfig:
         section = Section(config, where)
         result = cls(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rllib_llm.envs.checks import Section
+from rllib_llm.envs.numerals import Numeral, find_numerals
 from rllib_llm.envs.protocol import EnvConfigError
 
 KINDS = ("marker", "last_number", "tag", "boxed", "whole")
-
-# Decimal or fraction; thousands commas allowed; a minus counts as a sign unless something is being subtracted ("7-3").
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
 
 
 @dataclass(frozen=True)
@@ -21,11 +19,13 @@ class AnswerExtractor:
     """How to read an answer.
 
     kind "marker": the text after the last `marker` (GSM8K writes "####", the tiny model "#").
-    kind "last_number": the last number in the text, thousands commas removed.
+    kind "last_number": the last number in the text, whole and in one notation ("1234.50", "-3", "3/4", "1.5e3", "28%");
+        None if what stands last looks like a number and is none or a part of one ("12:00", "1,2", "2\\pi").
     kind "tag": the content of the last complete <tag>…</tag>.
     kind "boxed": the content of the last complete LaTeX \\boxed{…}, braces inside it balanced.
     kind "whole": everything.
     until: the answer ends where this string first follows it (few-shot models go on writing); "" = at the end.
+    A marker or an until inside a number (the dot of 3.14) is a part of the number and is not looked at.
     All results are stripped of surrounding whitespace; an empty one is None.
     """
 
@@ -36,7 +36,7 @@ class AnswerExtractor:
 
     @classmethod
     def from_config(
-        cls, config: str | Mapping[str, Any] | None, where: str = "env_config.answer"
+        cls, config: str | Mapping[str, Any] | None, where: str = "env.config.answer"
     ) -> AnswerExtractor:
         """From a kind's name or a mapping {kind, marker|tag, until}; raises `EnvConfigError` with all wrong keys."""
         if isinstance(config, str):
@@ -65,18 +65,29 @@ class AnswerExtractor:
         if found is None:
             return None
         if self.until and self.kind != "last_number":
-            found = found.lstrip().split(self.until, 1)[0]
+            found = self._before_until(found.lstrip())
         return found.strip() or None
 
+    def written(self, answer: str) -> str:
+        """A completion that gives `answer` in the form asked for."""
+        if self.kind == "marker":
+            return f"{self.marker} {answer}"
+        if self.kind == "tag":
+            return f"<{self.tag}>{answer}</{self.tag}>"
+        return f"\\boxed{{{answer}}}" if self.kind == "boxed" else answer
+
+    def _before_until(self, text: str) -> str:
+        return next((text[:at] for at in _outside_numbers(text, self.until)), text)
+
     def _marker(self, text: str) -> str | None:
-        _, marker, after = text.rpartition(self.marker)
-        return after if marker else None
+        found = list(_outside_numbers(text, self.marker))
+        return text[found[-1] + len(self.marker) :] if found else None
 
     def _last_number(self, text: str) -> str | None:
         if self.until:
-            text = text.lstrip().split(self.until, 1)[0]
-        numbers = _NUMBER.findall(text)
-        return numbers[-1].replace(",", "").lstrip("+") if numbers else None
+            text = self._before_until(text.lstrip())
+        numerals = list(find_numerals(text))
+        return numerals[-1].written if numerals and numerals[-1].value is not None else None
 
     def _tag(self, text: str) -> str | None:
         found = re.findall(rf"<{self.tag}>((?:(?!<{self.tag}>).)*?)</{self.tag}>", text, re.DOTALL)
@@ -95,3 +106,21 @@ class AnswerExtractor:
 
     def _whole(self, text: str) -> str | None:
         return text
+
+
+def _outside_numbers(text: str, sought: str) -> Iterator[int]:
+    """Where `sought` stands in `text` without cutting a number."""
+    at = text.find(sought)
+    spans = [(n.start + _currency(text, n), n.end) for n in find_numerals(text)] if at >= 0 else []
+    while at >= 0:
+        end = at + len(sought)
+        cuts = any(start < end and at < stop and not (at <= start and stop <= end) for start, stop in spans)
+        if not cuts:
+            yield at
+        at = text.find(sought, end)
+
+
+def _currency(text: str, numeral: Numeral) -> int:
+    """Length of a currency sign before the digits, which a marker may be."""
+    written = text[numeral.start : numeral.end]
+    return len(written) - len(written.lstrip("\\$€£¥₹₩₽ "))

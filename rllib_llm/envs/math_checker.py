@@ -1,4 +1,4 @@
-"""math-verify behind a timeout that holds in any thread."""
+"""`Comparison` with math-verify behind a timeout that holds in any thread."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
+from rllib_llm.envs.comparison import Comparison
 from rllib_llm.envs.protocol import EnvConfigError
+from rllib_llm.errors import RllibLLMError
 
 _WORKER = Path(__file__).with_name("math_worker.py")
 # The first answer waits for the import of sympy, seconds on a busy machine; that is no fault of the answer.
 STARTUP_SECONDS = 120.0
+_FIRST: dict[str, str | bool] = {"gold": "1", "answer": "1", "prose": False}
 
 
-class MathCheckError(RuntimeError):
+class MathCheckError(RllibLLMError, RuntimeError):
     """math-verify itself failed on this pair of texts."""
 
 
 class MathChecker:
-    """`checker.equal(gold, answer)`, with one helper process, started when first needed and after each timeout.
+    """`checker.equal(gold, answer, compare)`; formulas go to a helper process, started when needed and after a timeout.
 
-    seconds: time for one comparison. An answer that takes longer is wrong (and counted in `timeouts`): nothing that
-    takes seconds of computer algebra to compare was written as a final answer. Thread-safe.
+    seconds: time for one comparison of two formulas. An answer that takes longer is wrong (and counted in `timeouts`):
+    nothing that takes seconds of computer algebra to compare was written as a final answer. Thread-safe.
     """
 
     def __init__(self, seconds: float = 5.0):
@@ -38,15 +41,19 @@ class MathChecker:
             raise EnvConfigError("jsonl_math needs the package math-verify: pip install 'rllib-llm[tasks]'")
         self.seconds = seconds
         self.timeouts = 0
+        self._comparison = Comparison(self._math_equal)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.close)
 
-    def equal(self, gold: str, answer: str) -> bool:
-        """Whether `answer` equals `gold` mathematically. Raises `MathCheckError`."""
+    def equal(self, gold: str, answer: str, compare: str = "auto") -> bool:
+        """Whether `answer` is the right one where `gold` is, see `comparison`. Raises `MathCheckError`."""
+        return self._comparison.equal(gold, answer, compare)
+
+    def _math_equal(self, gold: str, answer: str, prose: bool) -> bool:
         with self._lock:
             process = self._running()
-            reply = self._ask(process, {"gold": gold, "answer": answer}, self.seconds)
+            reply = self._ask(process, {"gold": gold, "answer": answer, "prose": prose}, self.seconds)
             if reply is None:
                 self.timeouts += 1
                 self._kill()
@@ -64,16 +71,16 @@ class MathChecker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-            if self._ask(self._process, {"gold": "1", "answer": "1"}, STARTUP_SECONDS) != {"equal": True}:
+            if self._ask(self._process, _FIRST, STARTUP_SECONDS) != {"equal": True}:
                 self._kill()
                 raise MathCheckError(
                     f"the math-verify process did not start; try: {sys.executable} -P {_WORKER} and "
-                    f'type {{"gold": "1", "answer": "1", "seconds": 60}}'
+                    f'type {{"gold": "1", "answer": "1", "prose": false, "seconds": 60}}'
                 )
         return self._process
 
     def _ask(
-        self, process: subprocess.Popen[bytes], request: dict[str, str], seconds: float
+        self, process: subprocess.Popen[bytes], request: dict[str, str | bool], seconds: float
     ) -> dict[str, object] | None:
         """The reply, or None after `seconds` or when the process ended (an answer that needs > 4 GiB kills it)."""
         assert process.stdin is not None

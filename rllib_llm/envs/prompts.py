@@ -42,7 +42,7 @@ class PromptTemplate:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any] | None, where: str = "env_config.prompt"
+        cls, config: Mapping[str, Any] | None, where: str = "env.config.prompt"
     ) -> PromptTemplate:
         """Raises `EnvConfigError` listing every wrong key."""
         section = Section(config, where)

@@ -13,16 +13,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from rllib_llm.errors import InputError, RllibLLMError
+
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
 Message = dict[str, str]
 
 
-class EnvConfigError(ValueError):
+class EnvConfigError(RllibLLMError, InputError, ValueError):
     """An environment's configuration is wrong; the message lists every key that is, and what to write instead."""
 
 
-class RewardError(RuntimeError):
+def describe_error(error: BaseException) -> str:
+    """ "KeyError: 'x'", also of an exception whose own text raises."""
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(its text cannot be shown: {type(broken).__name__})"
+    return f"{type(error).__name__}: {text}"
+
+
+class RewardError(RllibLLMError, RuntimeError):
     """A reward function raised. It costs this sample, never the run: the env runner counts it and drops the sample.
 
     Attributes: `reward` (the name the config gives it), `problem` (the problem's id); `__cause__` is the original.
@@ -30,7 +41,7 @@ class RewardError(RuntimeError):
 
     def __init__(self, reward: str, problem: str, cause: BaseException | str):
         self.reward, self.problem = reward, problem
-        self.cause = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+        self.cause = cause if isinstance(cause, str) else describe_error(cause)
         super().__init__(
             f"reward {reward!r} raised {self.cause} on problem {problem}. The sample is dropped and counted; "
             f"make the function return a number for every string a model can write"

@@ -133,7 +133,7 @@ class ReasoningGymTasks(VerifiableFactory):
             if len(shots) == count:
                 return tuple(shots)
         raise EnvConfigError(
-            f"env_config.prompt.few_shot = {count}: the task has too few distinct training problems"
+            f"env.config.prompt.few_shot = {count}: the task has too few distinct training problems"
         )
 
     def record(self, problem: Problem, correct: bool) -> None:

@@ -48,7 +48,7 @@ REFUSED: dict[str, str] = {
     "rush_hour": _NO_GOLD,
     "codeio": "it executes third-party programs to make its problems",
     "knight_swap": "making one problem can take many seconds",
-    "composite": "use env_config.tasks with weights: a mixture made here keeps the splits apart",
+    "composite": "use env.config.tasks with weights: a mixture made here keeps the splits apart",
 }
 
 # Tasks that make `size` problems when the dataset is created: their index must stay below that size.
@@ -149,7 +149,7 @@ def create_dataset(task: str, config: Mapping[str, Any], level: int | None) -> A
             hint = f"did you mean {close[0]!r}? " if close else ""
             options = ", ".join(sorted(known))
             problems.append(
-                f"env_config.task_config.{key} is not an option of {task!r}; {hint}options: {options}"
+                f"env.config.task_config.{key} is not an option of {task!r}; {hint}options: {options}"
             )
     if problems:
         raise EnvConfigError("\n".join(problems))
@@ -158,7 +158,7 @@ def create_dataset(task: str, config: Mapping[str, Any], level: int | None) -> A
         return library.create_dataset(task, **(dict(config) | difficulty), seed=0, size=POOLED.get(task, 1))
     except (AssertionError, TypeError, ValueError) as error:
         raise EnvConfigError(
-            f"env_config.task_config of {task!r} = {dict(config)}: {type(error).__name__}: {error}"
+            f"env.config.task_config of {task!r} = {dict(config)}: {type(error).__name__}: {error}"
         ) from error
 
 

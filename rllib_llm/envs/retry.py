@@ -22,7 +22,7 @@ class RetryFactory:
     def __init__(self, config: Mapping[str, Any], split: Split, seed: int):
         from rllib_llm.envs.registry import make_env
 
-        section = Section(config, "env_config")
+        section = Section(config, "env.config")
         inner = section.take("env", None, (str, type))
         inner_config = section.take("env_config", {}, Mapping)
         self.max_turns: int = section.take("max_turns", 2, int, lambda v: v >= 1, "an integer >= 1")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rllib_llm.envs.checks import Section, import_object
-from rllib_llm.envs.protocol import EnvConfigError, RewardError
+from rllib_llm.envs.protocol import EnvConfigError
+from rllib_llm.envs.reward_calls import call_reward, function_style, user_reward
 
 
 @dataclass(frozen=True)
 class RewardInput:
-    """What a reward function sees. `extracted` is None when the completion holds no answer."""
+    """What a reward function sees. `extracted` is None when the completion holds no answer.
+
+    row: the columns of the problem's row in its file.
+    """
 
     completion: str
     extracted: str | None
@@ -23,6 +26,7 @@ class RewardInput:
     problem: str
     score: Callable[[str], float] = field(repr=False)
     info: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 RewardFunction = Callable[..., float]
@@ -50,6 +54,8 @@ BUILT_IN: dict[str, RewardFunction] = {"correctness": correctness, "format": for
 
 @dataclass(frozen=True)
 class NamedReward:
+    """One reward of a config: its name, function, weight in the sum, and further arguments of the function."""
+
     name: str
     function: RewardFunction
     weight: float
@@ -64,10 +70,11 @@ class RewardComposer:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any] | None, where: str = "env_config.rewards"
+        cls, config: Mapping[str, Any] | None, where: str = "env.config.rewards"
     ) -> RewardComposer:
         """From {name: weight} or {name: {weight, function: "module:name", **options}}; default {correctness: 1}.
 
+        A function takes (sample: RewardInput, **options), or (completion, answer, **row) as in `reward_calls`.
         Raises `EnvConfigError` listing every wrong entry.
         """
         if config is not None and not isinstance(config, Mapping):
@@ -83,6 +90,33 @@ class RewardComposer:
             raise EnvConfigError("\n".join(problems))
         return cls(tuple(rewards))
 
+    @classmethod
+    def from_reward(cls, reward: Any, where: str = "env.config.reward") -> RewardComposer:
+        """From `reward`: a function or "package.module:function", or several, {path or name: weight} or a list.
+
+        Raises `EnvConfigError` listing every wrong entry.
+        """
+        if isinstance(reward, str) or callable(reward):
+            reward = {reward: 1.0}
+        elif isinstance(reward, (list, tuple)):
+            reward = dict.fromkeys(reward, 1.0)
+        if not isinstance(reward, Mapping) or not reward:
+            raise EnvConfigError(
+                f"{where} = {reward!r}: expected 'package.module:function', a list of such, or a mapping of them "
+                f"to weights"
+            )
+        entries: dict[str, Any] = {}
+        for key, weight in reward.items():
+            path = key if callable(key) else str(key)
+            name = path.__name__ if callable(path) else path.rpartition(":")[2]
+            if name in entries:
+                raise EnvConfigError(
+                    f"{where}: two rewards are called {name!r}; use env.config.rewards and name them"
+                )
+            entry = dict(weight) if isinstance(weight, Mapping) else {"weight": weight}
+            entries[name] = entry if path in BUILT_IN else entry | {"function": path}
+        return cls.from_config(entries, where)
+
     def __call__(self, sample: RewardInput) -> tuple[float, dict[str, float]]:
         """(weighted sum, unweighted values by name). Raises `RewardError` naming the function that failed."""
         values = {reward.name: _evaluate(reward, sample) for reward in self.rewards}
@@ -90,13 +124,7 @@ class RewardComposer:
 
 
 def _evaluate(reward: NamedReward, sample: RewardInput) -> float:
-    try:
-        value = reward.function(sample, **reward.options)
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise TypeError(f"returned {value!r}, not a finite number")
-    except Exception as error:  # a user's function may raise anything; it costs one sample
-        raise RewardError(reward.name, sample.problem, error) from error
-    return float(value)
+    return call_reward(reward.name, sample.problem, lambda: reward.function(sample, **reward.options))
 
 
 def _named_reward(name: str, entry: Any, where: str) -> NamedReward:
@@ -107,7 +135,9 @@ def _named_reward(name: str, entry: Any, where: str) -> NamedReward:
     options = {str(key): value for key, value in entry.items() if key not in ("weight", "function")}
     section = Section({key: entry[key] for key in ("weight", "function") if key in entry}, where)
     weight = section.take("weight", 1.0, float, math.isfinite, "a finite number")
-    path = section.take("function", None, str)
+    path = section.take(
+        "function", None, object, lambda v: isinstance(v, str) or callable(v), "'package.module:name'"
+    )
     if path is None and name not in BUILT_IN:
         section.problem(
             "function",
@@ -115,13 +145,21 @@ def _named_reward(name: str, entry: Any, where: str) -> NamedReward:
             f"give function: 'package.module:name'",
         )
     section.finish()
-    function = BUILT_IN[name] if path is None else import_object(path, f"{where}.function")
+    function = (
+        BUILT_IN[name]
+        if path is None
+        else path
+        if callable(path)
+        else import_object(path, f"{where}.function")
+    )
     if function is length:
         options = _length_options(options, where)
     elif function in BUILT_IN.values() and options:
         raise EnvConfigError(f"{where} takes no options, got {', '.join(sorted(options))}")
     if not callable(function):
         raise EnvConfigError(f"{where}.function = {path!r} is not callable")
+    if path is not None and function_style(function, path, where) == "completion":
+        function = user_reward(function)
     return NamedReward(name, function, weight, options)
 
 

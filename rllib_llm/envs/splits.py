@@ -7,13 +7,17 @@ one-digit numbers) repeat within any seed. Here a keyed hash of the question dec
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from random import Random
 
 from rllib_llm.envs.protocol import Split
 
 
 def normalise(text: str) -> str:
-    """Whitespace does not make another problem."""
+    """One form of all spellings of a text: NFKC, without invisible characters (category Cf), whitespace folded."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+        text = "".join(character for character in text if unicodedata.category(character) != "Cf")
     return " ".join(text.split())
 
 

@@ -21,13 +21,17 @@ CACHED_PROBLEMS = 1024
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with its answer. `score(extracted)` is in [0, 1] and is judged correct when it is 1."""
+    """One question with its answer. `score(extracted)` is in [0, 1] and is judged correct when it is 1.
+
+    info: for the log. values: the columns of its row in a file, for reward functions.
+    """
 
     id: str
     question: str
     answer: str
     score: Callable[[str], float] = field(repr=False)
     info: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 class VerifiableEnv:
@@ -57,6 +61,7 @@ class VerifiableEnv:
                 problem.id,
                 problem.score,
                 problem.info,
+                problem.values,
             )
         )
         correct = (
@@ -65,14 +70,18 @@ class VerifiableEnv:
         if not self._recorded:
             factory.record(problem, correct)
             self._recorded = True
-        return StepResult(reward, True, "", rewards, {"correct": correct, "extracted": extracted})
+        info: dict[str, Any] = {"correct": correct, "extracted": extracted}
+        if factory.solved_at is not None:
+            info["solved"] = reward >= factory.solved_at
+        return StepResult(reward, True, "", rewards, info)
 
 
 class VerifiableFactory(ABC):
     """Shared part of the adapters: reads the options common to all and serves problems of one split.
 
-    Common options (env_config): `prompt` (see PromptTemplate), `answer` (see AnswerExtractor), `rewards` (see
-    RewardComposer), `split_seed` (0) and `eval_fraction` (0.2), which decide what problem is in which split. The run's
+    Common options (`env.config`): `prompt` (see PromptTemplate), `answer` (see AnswerExtractor), `rewards` or `reward`
+    (see RewardComposer), `solved_at` (the episode counts as solved from this reward on; null: where the answer is
+    right), `split_seed` (0) and `eval_fraction` (0.2), which decide what problem is in which split. The run's
     `seed` only decides in which order they come.
     """
 
@@ -82,18 +91,22 @@ class VerifiableFactory(ABC):
         if split not in SPLITS:
             raise EnvConfigError(f"split = {split!r}: expected one of {', '.join(SPLITS)}")
         self.split, self.seed = split, seed
-        section = Section(config, "env_config")
+        section = Section(config, "env.config")
         for key in ("prompt", "answer", "rewards"):
             section.take(key, None, (dict, str, Mapping, type(None)))
+        reward = section.take("reward", None, object)
+        if reward is not None and config.get("rewards") is not None:
+            section.problem("reward", "and rewards are both given: give one of them")
         self.template = section.include("prompt", lambda: PromptTemplate.from_config(config.get("prompt")))
         self.extract = section.include(
             "answer", lambda: AnswerExtractor.from_config(config.get("answer", self.default_answer))
         )
-        self.rewards = section.include("rewards", lambda: RewardComposer.from_config(config.get("rewards")))
+        self.rewards = section.include("rewards", lambda: _composer(config.get("rewards"), reward))
         self.split_seed: int = section.take("split_seed", 0, int)
         self.eval_fraction: float = section.take(
             "eval_fraction", 0.2, float, lambda v: 0 < v < 1, "a number in (0, 1)"
         )
+        self.solved_at: float | None = section.take("solved_at", None, (float, type(None)))
         self.read_options(section)
         section.finish()
         self._problem = lru_cache(maxsize=CACHED_PROBLEMS)(self._make_cached)
@@ -163,6 +176,10 @@ class VerifiableFactory(ABC):
     @property
     def num_problems(self) -> int | None:
         return None
+
+
+def _composer(rewards: Mapping[str, Any] | None, reward: Any) -> RewardComposer:
+    return RewardComposer.from_config(rewards) if reward is None else RewardComposer.from_reward(reward)
 
 
 def _is_correct(problem: Problem, extracted: str | None) -> bool:

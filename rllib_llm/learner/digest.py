@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import torch
 
-from precision_kernels.operators import tensor_digest as lanes_of
+from precision_kernels.autograd.operators import tensor_digest
 
-__all__ = ["tensor_digest"]
+__all__ = ["state_digest"]
 
 
-def tensor_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+def state_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Hex digest over names, dtypes, shapes and, per tensor, the checksum of its bytes.
 
     Checksums are made where the tensors live, at memory speed (`precision_kernels.reference.digest`; sha256 over 100 GB
@@ -21,7 +21,7 @@ def tensor_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     lanes: dict[str, list[int]] = {}
     for device in {t.device for t in tensors.values()}:
         here = [name for name, t in tensors.items() if t.device == device]
-        lanes |= dict(zip(here, lanes_of([tensors[name] for name in here]).tolist(), strict=True))
+        lanes |= dict(zip(here, tensor_digest([tensors[name] for name in here]).tolist(), strict=True))
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name]

@@ -1,26 +1,47 @@
-"""AdamW with the dtypes a precision policy names, learning-rate schedules, and fp16 loss scaling."""
+"""AdamW with the formats that a precision policy names, learning-rate schedules, and fp16 loss scaling."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from precision_kernels import (
+    MOMENT_FORMATS,
+    AdamWStep,
+    LowHalf,
+    Moment,
+    adamw,
+    empty_moment,
+    load_moment,
+    random_keys,
+    random_words,
+    store_moment,
+)
+
 __all__ = ["LossScaler", "PolicyAdamW", "lr_factor"]
+
+_MOMENTS = (("exp_avg", False), ("exp_avg_sq", True))
+LowHalves = Mapping[torch.nn.Parameter, Callable[[], LowHalf | None]]
 
 
 class PolicyAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) whose moments are stored in `state_dtype` and whose arithmetic is fp32.
 
     torch.optim.AdamW keeps moments in the parameter's dtype and, for bf16 parameters, also computes in it:
-    `1 - beta2 = 0.001` is then below half a bf16 ulp of the second moment, which stops growing. With fp32
-    parameters and fp32 moments this class computes torch's formula.
+    `1 - beta2 = 0.001` is then below half a bf16 ulp of the second moment, which stops growing. The formula and the
+    formats are defined in `precision_kernels.reference.adamw`.
 
     Args:
-        params: parameters of any floating dtype; gradients may have another (fp32 accumulators).
-        state_dtype: dtype of exp_avg and exp_avg_sq.
+        params: parameters of any floating dtype, contiguous; gradients may have another (fp32 accumulators).
+        state_dtype: format of exp_avg and exp_avg_sq: float32, bfloat16, bfloat16_stochastic or blockwise_8bit.
+        low_halves: of parameters that are high halves of fp32 masters, what gives the rest; asked at every update, for
+            moving a module to a device replaces its buffers.
+
+    Raises:
+        ValueError: unknown state_dtype.
     """
 
     def __init__(
@@ -30,37 +51,62 @@ class PolicyAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
+        low_halves: LowHalves | None = None,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.state_dtype = state_dtype
+        name = str(state_dtype).removeprefix("torch.")
+        if name not in MOMENT_FORMATS:
+            raise ValueError(f"PolicyAdamW: state_dtype must be one of {MOMENT_FORMATS}, got {state_dtype!r}")
+        self.moments = next(format for format in MOMENT_FORMATS if format == name)
+        self._low_halves = low_halves or {}
 
     @torch.no_grad()
-    def update(self, gradients: dict[torch.nn.Parameter, torch.Tensor]) -> None:
-        """One update with the given gradients (fp32, same shapes); parameters without one stay as they are."""
+    def update(
+        self,
+        gradients: dict[torch.nn.Parameter, torch.Tensor],
+        scale: float = 1.0,
+        used: Callable[[torch.nn.Parameter], None] = lambda _: None,
+    ) -> None:
+        """One update with the given gradients; parameters without one stay as they are.
+
+        Args:
+            gradients: fp32, of the parameters' shapes. Taken out of the dict as they are used, so that their memory
+                can be given back before the last is.
+            scale: what the gradients are multiplied by first, rounded to fp32.
+            used: called with each parameter whose gradient is no longer needed.
+        """
+        position = 0
         for group in self.param_groups:
             for param in group["params"]:
                 if param in gradients:
-                    self._update_one(param, gradients[param], group)
+                    self._update_one(param, gradients.pop(param), group, position, scale)
+                    used(param)
+                position += 1
 
-    def _update_one(self, param: torch.nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_one(
+        self,
+        param: torch.nn.Parameter,
+        grad: torch.Tensor,
+        group: dict[str, Any],
+        position: int,
+        scale: float,
+    ) -> None:
         state = self.state[param]
         if not state:
             state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(param, dtype=self.state_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=self.state_dtype)
+            for name, square in _MOMENTS:
+                state |= _entries(name, empty_moment(param.shape, self.moments, square, param.device))
         state["step"] += 1
-        beta1, beta2 = group["betas"]
-        grad = grad.float()
-        weight, mean, square = param.float(), state["exp_avg"].float(), state["exp_avg_sq"].float()
-        weight.mul_(1.0 - group["lr"] * group["weight_decay"])
-        mean.lerp_(grad, 1.0 - beta1)
-        square.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-        denominator = (square.sqrt() / math.sqrt(1.0 - beta2 ** state["step"])).add_(group["eps"])
-        weight.addcdiv_(mean, denominator, value=-group["lr"] / (1.0 - beta1 ** state["step"]))
-        for stored, value in ((param, weight), (state["exp_avg"], mean), (state["exp_avg_sq"], square)):
-            if stored.data_ptr() != value.data_ptr():  # .float() of an fp32 tensor is the tensor itself
-                stored.copy_(value)
+        step = AdamWStep.of(
+            state["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"], position, scale
+        )
+        low_half = self._low_halves[param]() if param in self._low_halves else None
+        mean, square_mean = (self._moment(state, name, square) for name, square in _MOMENTS)
+        adamw(param, low_half, grad, mean, square_mean, step)
+
+    def _moment(self, state: Mapping[str, Any], name: str, square: bool) -> Moment:
+        return Moment(state[name], state.get(f"{name}_scales"), self.moments, square)
 
     def exact_state(self) -> dict[str, Any]:
         """Moments and steps as CPU tensors in their own dtype, in the order of the parameters."""
@@ -71,18 +117,23 @@ class PolicyAdamW(torch.optim.Optimizer):
                 entries.append(
                     {k: v.detach().cpu().clone() if torch.is_tensor(v) else v for k, v in state.items()}
                 )
-        return {"state": entries, "state_dtype": str(self.state_dtype)}
+        return {"state": entries, "state_dtype": self._state_dtype}
+
+    @property
+    def _state_dtype(self) -> str:
+        """As checkpoints name it: dtypes as torch prints them."""
+        return f"torch.{self.moments}" if self.moments in ("float32", "bfloat16") else self.moments
 
     def set_exact_state(self, saved: dict[str, Any], *, cast: bool = False) -> None:
         """Inverse of `exact_state`. torch's load_state_dict would cast the moments to the parameter's dtype.
 
-        cast: round moments of another dtype to this one's instead of refusing them (a deliberate precision change).
-        Raises ValueError when the number, shapes or dtype of the moments do not belong to these parameters.
+        cast: round moments of another format to this one's instead of refusing them (a deliberate precision change).
+        Raises ValueError when the number, shapes or format of the moments do not belong to these parameters.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         problems = []
-        if saved["state_dtype"] != str(self.state_dtype) and not cast:
-            problems.append(f"moments are {saved['state_dtype']}, the policy wants {self.state_dtype}")
+        if saved["state_dtype"] != self._state_dtype and not cast:
+            problems.append(f"moments are {saved['state_dtype']}, the policy wants {self._state_dtype}")
         if len(saved["state"]) != len(params):
             problems.append(f"{len(saved['state'])} entries for {len(params)} parameters")
         for i, (param, entry) in enumerate(zip(params, saved["state"], strict=False)):
@@ -92,12 +143,28 @@ class PolicyAdamW(torch.optim.Optimizer):
                 )
         if problems:
             raise ValueError("optimizer state does not fit this model: " + "; ".join(problems))
-        for param, entry in zip(params, saved["state"], strict=True):
-            moved = {
-                k: v.to(param.device, self.state_dtype, copy=True) if torch.is_tensor(v) else v
-                for k, v in entry.items()
+        for position, (param, entry) in enumerate(zip(params, saved["state"], strict=True)):
+            if entry and saved["state_dtype"] != self._state_dtype:
+                entry = self._in_own_format(entry, saved["state_dtype"], position)
+            self.state[param] = {
+                k: v.to(param.device, copy=True) if torch.is_tensor(v) else v for k, v in entry.items()
             }
-            self.state[param] = moved
+
+    def _in_own_format(self, entry: dict[str, Any], state_dtype: str, position: int) -> dict[str, Any]:
+        format = next(f for f in MOMENT_FORMATS if f == state_dtype.removeprefix("torch."))
+        words = random_words(entry["exp_avg"].numel(), random_keys(entry["step"], position))
+        own: dict[str, Any] = {"step": entry["step"]}
+        for name, square in _MOMENTS:
+            values = load_moment(Moment(entry[name], entry.get(f"{name}_scales"), format, square))
+            moment = empty_moment(values.shape, self.moments, square)
+            store_moment(moment, values, words.view(values.shape))
+            own |= _entries(name, moment)
+        return own
+
+
+def _entries(name: str, moment: Moment) -> dict[str, torch.Tensor]:
+    """A moment as entries of an optimiser's state."""
+    return {name: moment.values} | ({} if moment.scales is None else {f"{name}_scales": moment.scales})
 
 
 def lr_factor(step: int, warmup_steps: int, decay: str, total_steps: int | None) -> float:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rllib_llm.advantages import kl_to_go, moments, standardised
 from rllib_llm.losses import Loss, RatioNoise, noise_sums
+from rllib_llm.losses.advantages import kl_to_go, moments, standardised
 from rllib_llm.losses.terms import kl_estimate
 
 if TYPE_CHECKING:
-    from rllib_llm.learner.batch import MicroBatch
     from rllib_llm.learner.collective import Collective
+    from rllib_llm.learner.micro_batch import MicroBatch
 
 __all__ = ["advantages_with_kl", "measured_noise"]
 

@@ -24,6 +24,12 @@ class Tally:
         old_total, old_count = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (old_total + total, old_count + count)
 
+    def copy(self) -> Tally:
+        """As it stands now."""
+        other = Tally()
+        other._sums = dict(self._sums)
+        return other
+
     def merged(self, collective: Collective, equal_on_all: Collection[str]) -> dict[str, float]:
         """sum / count over all learners, the same on each; metrics in `equal_on_all` are taken once, not added."""
         own = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}

@@ -15,17 +15,14 @@ from torch import Tensor
 
 from rllib_llm.losses import terms
 
-NORMALISERS = ("tokens", "sequences", "constant")
-
 
 @dataclass(frozen=True)
 class LossInputs:
     """One packed micro-batch. T tokens of S whole sequences; a sequence is never split over micro-batches.
 
-    logp: fp32 [T], log-probability of each token under the trained policy; requires grad. old_logp: fp32
-    [T], finite on trained tokens, what the ratio is taken against (the trainer's own forward before the
-    first update of
-        this batch, or the rollout's value); no grad.
+    logp: fp32 [T], log-probability of each token under the trained policy; requires grad.
+    old_logp: fp32 [T], finite on trained tokens, what the ratio is taken against (the trainer's own forward
+        before the first update of this batch, or the rollout's value); no grad.
     rollout_logp: fp32 [T], what the engine reported when it sampled the token. The losses do not read it
         (`corrections.correction_weights` and `mismatch` do); it is here so that one object holds the batch.
     advantages: fp32 [T], the sequence's advantage repeated on its tokens, or a value per token.
@@ -69,9 +66,9 @@ class LossConfig:
 
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
     dual_clip: upper bound c > 1 on the ratio of negative-advantage tokens (Ye et al. 2019); None: off.
-    kl_coeff: weight of the KL to the reference inside the loss (nats per token); needs ref_logp.
+    kl_coeff: weight of the KL to the reference inside the loss, in nats per token for every loss; needs ref_logp.
     kl_estimator: "k1" | "k2" | "k3", see `terms.kl_estimate`.
-    entropy_coeff: weight of the entropy bonus; needs entropy.
+    entropy_coeff: weight of the entropy bonus, in nats per token for every loss; needs entropy.
     max_tokens: longest response in tokens; the constant of Dr.GRPO's normaliser.
     """
 
@@ -100,7 +97,7 @@ class Loss:
     """
 
     name: ClassVar[str]
-    normaliser: ClassVar[str]  # one of NORMALISERS: what `count` counts
+    normaliser: ClassVar[str]  # what `count` counts: "tokens", "sequences" or "constant"
     per_sequence_mean: ClassVar[bool] = False  # divide each token by its sequence's trained length first
     advantage_kind: ClassVar[str]  # the kind for advantages.group_advantages that belongs to the paper
     ratio_level: ClassVar[str] = "token"  # "token" | "sequence_mean" | "sequence_sum": what one ratio spans
@@ -146,16 +143,16 @@ class Loss:
         policy, ratio, cut_low, cut_high = self.policy_terms(batch)
         if batch.correction_weights is not None:
             policy = policy * batch.correction_weights
-        total, extra = policy, {}
+        regulariser, extra = torch.zeros_like(policy), {}
         if batch.ref_logp is not None:
             kl = terms.kl_estimate(batch.logp, batch.ref_logp, self.config.kl_estimator)
             extra["kl_reference"] = kl
             if self.config.kl_coeff:
-                total = total + self.config.kl_coeff * kl
+                regulariser = regulariser + self.config.kl_coeff * kl
         if batch.entropy is not None:
             extra["entropy"] = batch.entropy
             if self.config.entropy_coeff:
-                total = total - self.config.entropy_coeff * batch.entropy
+                regulariser = regulariser - self.config.entropy_coeff * batch.entropy
         scale = self._token_scale(batch)
         with torch.no_grad():
             # KL(old || new), since the old policy sampled the tokens
@@ -165,7 +162,7 @@ class Loss:
             metrics = self._means(per_token, batch)
             count = self.count(batch.mask, batch.sequence_ids, batch.num_sequences)
             metrics["policy_loss"] = ((policy * scale).sum().detach(), count)
-        return LossOutput((total * scale).sum(), metrics)
+        return LossOutput((policy * scale).sum() + (regulariser * self._nats_scale(batch)).sum(), metrics)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`terms.clipped_surrogate` with this loss's bounds."""
@@ -179,6 +176,18 @@ class Loss:
             lengths = terms.sequence_lengths(batch.mask, batch.sequence_ids, batch.num_sequences)
             scale = scale / lengths.clamp(min=1)[batch.sequence_ids]
         return scale
+
+    def _nats_scale(self, batch: LossInputs) -> Tensor:
+        """[T]: what makes KL and entropy, divided by the global count, nats per token whatever the loss counts.
+
+        Mean over all trained tokens where the loss counts tokens, else the mean over sequences of their tokens' mean.
+        """
+        scale = batch.mask.float()
+        if self.normaliser == "tokens":
+            return scale
+        lengths = terms.sequence_lengths(batch.mask, batch.sequence_ids, batch.num_sequences)
+        units = 1.0 if self.normaliser == "sequences" else float(self.config.max_tokens or 0)
+        return scale * units / lengths.clamp(min=1)[batch.sequence_ids]
 
     @staticmethod
     def _means(values: dict[str, Tensor], batch: LossInputs) -> dict[str, tuple[Tensor, Tensor]]:

@@ -2,8 +2,8 @@
 
 Idea of arXiv 2609.22870: in low precision the log-ratio carries quantisation noise, which pushes tokens out
 of the clip range although the policy has not moved; the tokens lost are mostly those with a negative
-advantage at the lower end. We could not read the paper (it was in none of the stores we can search), so the
-formula is our own; only the claim above, as quoted in our issue tracker, is theirs.
+advantage at the lower end. We have not read the paper: the formula is our own,
+only the claim above is theirs.
 
 With D = train_logp - rollout_logp measured before the update, where both sides hold the same weights and
 any D is noise: b = mean D, s = standard deviation of D, both at the level of the loss's ratio (token; GSPO:

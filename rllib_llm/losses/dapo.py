@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rllib_llm.losses.advantages import constant_groups
 from rllib_llm.losses.grpo import GRPOLoss
 
 
@@ -60,15 +61,14 @@ def informative_groups(scores: Tensor, group_ids: Tensor) -> GroupSelection:
     """Dynamic sampling (eq. 11): a group teaches something only if its scores are not all equal.
 
     scores: float [N], the accuracy or the reward that the advantage is made from; group_ids: int [N].
-    A group of one sample is never informative. Non-finite scores are refused: drop failed samples first.
+    Equal is what `advantages.is_constant` calls so: exactly the groups whose advantages would be 0. A group of one
+    sample is never informative. Scores that are not finite in fp32 are refused: drop failed samples first.
     """
-    if not torch.isfinite(scores).all():
-        bad = (~torch.isfinite(scores)).nonzero().flatten().tolist()
+    if not torch.isfinite(scores.float()).all():
+        bad = (~torch.isfinite(scores.float())).nonzero().flatten().tolist()
         raise ValueError(
             f"informative_groups: scores {bad[:8]} are not finite; drop failed samples before grouping."
         )
     ids, index = torch.unique(group_ids, return_inverse=True)
-    low = torch.full((len(ids),), float("inf"), dtype=scores.dtype).scatter_reduce(0, index, scores, "amin")
-    high = torch.full((len(ids),), float("-inf"), dtype=scores.dtype).scatter_reduce(0, index, scores, "amax")
-    informative = high > low
+    informative = ~constant_groups(scores, index, len(ids))
     return GroupSelection(informative[index], tuple(ids[~informative].tolist()))

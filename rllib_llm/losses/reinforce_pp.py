@@ -10,7 +10,7 @@ class ReinforcePPLoss(GRPOLoss):
 
     PPO's clipped objective without a critic. What is new is the advantage, normalised over the whole batch
     instead of over the group: A'_t = R - beta sum_{u >= t} KL_u with the KL in the reward
-    (`advantages.token_advantages`), or A' = R - mean of the group when a question has several samples
+    (`advantages.kl_to_go`, `standardised`), or A' = R - mean of the group when a question has several samples
     ("reinforce++_baseline").
 
     Normaliser: mean over a response's tokens, then **sequences**, as in GRPO.

@@ -176,8 +176,8 @@ def compare_traces(learner: Trace, rollout: Trace, workload: Workload) -> Locali
 def with_training(found: Localisation, training: Trace, learner: Trace, workload: Workload) -> Localisation:
     """``found`` and, behind it, a training step's forward against the learner's scores, at sites "training.…".
 
-    With gradients, norms and SiLU hand over codes, and other operators make them (`precision_kernels.coded`,
-    `precision_kernels.feed_forward`). ``training``, ``learner``: `trace_learner` of one model, with and without.
+    With gradients, norms and SiLU hand over codes, and other operators make them (`coded` and `feed_forward` of
+    `precision_kernels.autograd`). ``training``, ``learner``: `trace_learner` of one model, with and without.
     """
     inner = compare_traces(training, learner, workload)
     rows = tuple(replace(c, site=f"{TRAINING}.{c.site}") for c in inner.comparisons)

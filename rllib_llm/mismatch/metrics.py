@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from rllib_llm.errors import RllibLLMError
 from rllib_llm.losses.terms import LOG_RATIO_BOUND
 from rllib_llm.mismatch.registry import BUCKETED, POSITION_BUCKETS, POSITION_EDGES, PROBABILITY_BUCKETS
 
@@ -19,7 +20,7 @@ LARGEST_LOG_PROBABILITY = 1e-2
 more."""
 
 
-class MismatchInputError(ValueError):
+class MismatchInputError(RllibLLMError, ValueError):
     """The tensors cannot be the log-probabilities of one batch on two sides."""
 
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from precision_kernels import FP8, Implementation
 from precision_kernels.dispatch import observed
+from rllib_llm.errors import RllibLLMError
 from rllib_llm.mismatch.program import KINDS, QUANTISERS, Reading, Step, body, head, results, settings
 from rllib_llm.models import CausalLM
 
 
-class TraceError(RuntimeError):
+class TraceError(RllibLLMError, RuntimeError):
     """A model called its operators in another order than `rllib_llm.mismatch.program` says."""
 
 

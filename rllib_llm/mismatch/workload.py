@@ -156,8 +156,8 @@ class _Replay:
     """Prefill and decode of one workload; sequences take cache slots by falling length of their answers, so that
     those still decoding are always the first."""
 
-    def __init__(self, model: CausalLM, recorder: Recorder, workload: Workload, room: int) -> None:
-        self.model, self.recorder, self.workload, self.room = model, recorder, workload, room
+    def __init__(self, model: CausalLM, recorder: Recorder, workload: Workload, budget: int) -> None:
+        self.model, self.recorder, self.workload, self.budget = model, recorder, workload, budget
         self.order = sorted(
             range(len(workload.samples)), key=lambda i: len(workload.samples[i].answer), reverse=True
         )
@@ -174,18 +174,18 @@ class _Replay:
 
     def _prefill(self) -> None:
         pending: list[tuple[int, int, int]] = []  # (slot, start, stop) of the prompt in that slot
-        room = self.room
+        budget = self.budget
         hidden: list[Tensor] = []
         rows: list[Tensor] = []
         for slot, index in enumerate(self.order):
             start, length = 0, len(self.workload.samples[index].prompt)
             while start < length:
-                stop = min(length, start + room)
+                stop = min(length, start + budget)
                 pending.append((slot, start, stop))
-                room, start = room - (stop - start), stop
-                if room == 0:
+                budget, start = budget - (stop - start), stop
+                if budget == 0:
                     self._prefill_chunk(pending, hidden, rows)
-                    pending, room = [], self.room
+                    pending, budget = [], self.budget
         if pending:
             self._prefill_chunk(pending, hidden, rows)
         _score(self.model, self.recorder, torch.cat(hidden), torch.cat(rows), self.workload)

@@ -1,4 +1,4 @@
-"""Dense decoder-only language models (Llama, Qwen2, Qwen3), one code for the learner and the embedded engine.
+"""Dense decoder-only language models (Llama, Mistral, Qwen2, Qwen3), one code for learner and embedded engine.
 
 Built only from `precision_kernels` operators, each called with the formats of the `Plan`. On CPU the operators
 are row-invariant: the bits of a token's hidden state depend on the tokens before it, not on how the batch was
@@ -9,6 +9,7 @@ of the learner agree.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,15 +18,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from precision_kernels import AttentionLayout, rotary_cos_sin
-from precision_policies import Plan, PrecisionPolicy, load_policy
+from precision_policies import AdapterSpec, Plan, PrecisionPolicy, load_policy
+from rllib_llm.models.adapters import attach_adapters, initialise_adapters
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.batch import PackedBatch
 from rllib_llm.models.decoder import Context, Decoder, DecoderLayer
 from rllib_llm.models.kv_cache import CacheView
 from rllib_llm.models.layers import PlannedLinear, PlannedModule, Side, rollout_specs
-from rllib_llm.models.sampling_law import logprobs_of
-from rllib_llm.sync.packed import hash_tensors
-from rllib_llm.sync.verify import TensorSpec
+from rllib_llm.models.sampling_distribution import logprobs_of
+from rllib_llm.weights.format import TensorSpec, hash_tensors
 
 LOGITS_CHUNK_ELEMENTS = 1 << 26
 """Most fp32 logits that `CausalLM.token_logprobs` holds at once (256 MiB); more rows are recomputed in backward."""
@@ -51,7 +52,8 @@ class _Rotation:
                 )
             length = min(self.architecture.max_positions, max(1024, 1 << (needed - 1).bit_length()))
             with torch.inference_mode(False):  # training saves the table, of that mode it could not
-                table = rotary_cos_sin(self._inverse.to(positions.device), length, self.dtype)
+                scaling = self.architecture.rope.attention_factor
+                table = rotary_cos_sin(self._inverse.to(positions.device), length, self.dtype, scaling)
             self._table = table
         return table
 
@@ -87,8 +89,11 @@ class CausalLM(nn.Module):
         self.config, self.plan, self.policy, self.side = config, plan, policy, side
         self.gradient_checkpointing = gradient_checkpointing
         self.source_path: Path | None = None
-        self.model = Decoder(self.architecture, plan, policy, side)
-        self.lm_head = PlannedLinear(plan["lm_head"], policy, side, tied=self.architecture.tied)
+        # A base under adapters has no master weights: what is made here is only the modules.
+        with torch.device("meta") if plan.adapter and side == "train" else nullcontext():
+            self.model = Decoder(self.architecture, plan, policy, side)
+            self.lm_head = PlannedLinear(plan["lm_head"], policy, side, tied=self.architecture.tied)
+        attach_adapters(self)
         self.compute_dtype = self.model.embed_tokens.compute_dtype
         self._rotation = _Rotation(self.architecture, self.compute_dtype)
 
@@ -145,8 +150,8 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of `target_ids` under the distribution that is sampled from.
 
-        The same function of the same logits as in the engines (`rllib_llm.models.sampling_law`). Rows are taken in
-        chunks whose logits are recomputed in backward when they would exceed `LOGITS_CHUNK_ELEMENTS`.
+        The same function of the same logits as in the engines (`rllib_llm.models.sampling_distribution`). Rows are
+        taken in chunks whose logits are recomputed in backward when they would exceed `LOGITS_CHUNK_ELEMENTS`.
 
         Args:
             hidden: [T, H], hidden[t] predicts target_ids[t].
@@ -181,29 +186,45 @@ class CausalLM(nn.Module):
                 yield name, module
 
     def initialise(self, seed: int) -> None:
-        """Random weights for training from scratch: normal(0, initializer_range), norms 1, biases 0."""
+        """Random weights for training from scratch: normal(0, initializer_range), norms 1, biases 0, new adapters."""
         self._require_side("train", "initialise")
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, module in self.planned_modules():
+                if self.plan[name].kind == "adapter":
+                    continue
                 if self.plan[name].kind == "norm":
-                    module.weight.fill_(1.0)
+                    module.set_master("weight", torch.ones(module.weight.shape))
                 else:
                     values = (
                         torch.randn(module.weight.shape, generator=generator) * self.architecture.init_std
                     )
-                    module.weight.copy_(values)
+                    module.set_master("weight", values)
                 if module.bias is not None:
-                    module.bias.zero_()
+                    module.set_master("bias", torch.zeros(module.bias.shape))
+        initialise_adapters(self, seed=seed)
+
+    def masters(self) -> Iterator[tuple[str, PlannedModule, str]]:
+        """(name, module, the module's name for it) of every parameter of the train side."""
+        for name, module in self.planned_modules():
+            for suffix, _ in module.named_parameters(recurse=False):
+                yield f"{name}.{suffix}", module, suffix
+
+    def base(self) -> Iterator[tuple[str, PlannedModule, str]]:
+        """As `masters`, of every tensor of a checkpoint of the model without adapters, frozen or not."""
+        for name, module in self.planned_modules():
+            for suffix in ("weight", "bias") if self.plan[name].kind != "adapter" else ():
+                if getattr(module, suffix) is not None:
+                    yield f"{name}.{suffix}", module, suffix
 
     def _require_side(self, side: Side, what: str) -> None:
         if self.side != side:
             raise ValueError(f"{what} needs a model of side {side!r}, this one is of side {self.side!r}")
 
-    def forget_operands(self) -> None:
+    def forget_operands(self, adapters_only: bool = False) -> None:
         """Drop quantised and aligned copies of all weights, after changes that autograd does not count (`.data`)."""
         for _, module in self.named_modules():
-            if isinstance(module, PlannedModule):
+            if isinstance(module, PlannedModule) and not (adapters_only and module.plan.kind != "adapter"):
                 module.forget_operands()
 
     def fuse_operators(self) -> None:
@@ -215,27 +236,38 @@ class CausalLM(nn.Module):
         for layer in self.model.layers:
             cast(DecoderLayer, layer).fuse()
 
-    def rollout_tensors(self, again: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def rollout_tensors(
+        self, again: bool = False, adapters_only: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of everything the rollout side needs, quantised here from the master weights.
+
+        adapters_only: without the frozen base, which the rollout side holds already.
 
         again: a further reading of the same weights. What the one before quantised is read again, and the next forward
             multiplies by it too; without, changes that autograd does not count (`.data`) are looked for as well.
         """
         self._require_side("train", "exporting weights")
         if not again:
-            self.forget_operands()
+            self.forget_operands(adapters_only)
         for name, module in self.planned_modules():
+            if adapters_only and self.plan[name].kind != "adapter":
+                continue
             for suffix, tensor in module.export().items():
                 yield f"{name}.{suffix}", tensor
 
-    def load_rollout_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy received tensors, already verified (`rllib_llm.sync.verify`), into this rollout model's buffers."""
+    def load_rollout_tensors(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], adapters_only: bool = False
+    ) -> None:
+        """Copy received tensors, already verified (`rllib_llm.sync.verify`), into this rollout model's buffers.
+
+        adapters_only: the base is not among them.
+        """
         self._require_side("rollout", "loading exported weights")
         buffers = dict(self.named_buffers())
         with torch.no_grad():
             for name, tensor in tensors:
                 buffers[name].copy_(tensor)
-        self.forget_operands()
+        self.forget_operands(adapters_only)
 
     def weight_hashes(self) -> dict[str, str]:
         """Name -> hash of the tensors that this rollout model holds, taken from its own memory."""
@@ -258,9 +290,17 @@ def _row_chunks(rows: int, vocab: int) -> list[slice]:
 
 
 def build_model(
-    config: Any, policy: Any, side: Side = "train", *, gradient_checkpointing: bool = False
+    config: Any,
+    policy: Any,
+    side: Side = "train",
+    *,
+    gradient_checkpointing: bool = False,
+    adapter: AdapterSpec | None = None,
 ) -> CausalLM:
-    """A model with uninitialised weights: `policy` (whatever `load_policy` takes) resolved on `config`."""
+    """A model with uninitialised weights: `policy` (whatever `load_policy` takes) resolved on `config`.
+
+    adapter: low-rank adapters, on a base that is frozen on the train side (`rllib_llm.models.adapters`).
+    """
     policy = load_policy(policy)
-    plan = policy.resolve(config)
+    plan = policy.resolve(config, adapter)
     return CausalLM(config, plan, policy, side, gradient_checkpointing=gradient_checkpointing)

@@ -1,4 +1,4 @@
-"""The layers of a dense decoder (Llama, Qwen2, Qwen3), named as Hugging Face names them."""
+"""The layers of a dense decoder, named as Hugging Face names them; families: `precision_policies.models.FAMILIES`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from precision_kernels import (
     AttentionLayout,
     Coded,
     Quantised,
-    Remake,
+    Recompute,
     attention,
     gated_feed_forward,
     gated_feed_forward_problems,
@@ -42,6 +42,10 @@ class Context:
     def __init__(self, batch: PackedBatch, table: torch.Tensor, layout: AttentionLayout) -> None:
         self.positions, self.table, self.layout = batch.positions, table, layout
 
+    def layout_within(self, window: int) -> AttentionLayout:
+        """What a query of a layer sees: with a window its last tokens, with 0 all before it."""
+        return self.layout.within(window)
+
 
 class SelfAttention(nn.Module):
     """Projections, per-head norms where the family has them, rotation, causal attention."""
@@ -56,6 +60,7 @@ class SelfAttention(nn.Module):
         self.v_proj = PlannedLinear(plan[f"{name}.v_proj"], policy, side)
         self.o_proj = PlannedLinear(plan[f"{name}.o_proj"], policy, side)
         self.qkv = JointProjections((self.q_proj, self.k_proj, self.v_proj))
+        self.window = 0  # how many tokens a query sees; 0: all before it
         self.qk_norm = arch.qk_norm
         self.fuse_norm_rotary = False
         if arch.qk_norm:
@@ -63,21 +68,27 @@ class SelfAttention(nn.Module):
             self.k_norm = PlannedNorm(plan[f"{name}.k_norm"], policy, side, arch.rms_eps)
 
     def forward(
-        self, x: torch.Tensor | Quantised | Coded, context: Context, cache: Any, remake: Remake | None = None
+        self,
+        x: torch.Tensor | Quantised | Coded,
+        context: Context,
+        cache: Any,
+        recompute: Recompute | None = None,
     ) -> torch.Tensor:
-        """[T, H], or its codes -> [T, H]; ``remake``: how x can be made again."""
-        q, k, v = self.qkv(x, remake)
+        """[T, H], or its codes -> [T, H]; ``recompute``: how x can be made again."""
+        q, k, v = self.qkv(x, recompute)
         q = q.view(-1, self.heads, self.head_dim)
         k, v = k.view(-1, self.kv_heads, self.head_dim), v.view(-1, self.kv_heads, self.head_dim)
         if v.requires_grad and not self.qk_norm:
             q, k, v = rotary_of_projections(q, k, v, context.positions, context.table)
         else:
-            q, k = self._place(q, k, context)
+            q, k = self._rotate(q, k, context)
         out = self.attend(q, k, v, context, cache)
         out = out.reshape(out.shape[0], -1)
-        return self.o_proj(out, Remake.kept(out))  # the attention keeps its result
+        return self.o_proj(out, Recompute.of_saved(out))  # the attention keeps its result
 
-    def _place(self, q: torch.Tensor, k: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotate(
+        self, q: torch.Tensor, k: torch.Tensor, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Heads normalised, where the family does that, and turned to their positions."""
         if self.qk_norm and self.fuse_norm_rotary:
             weights = self.q_norm.weight, self.k_norm.weight
@@ -86,12 +97,11 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotary(q, k, context.positions, context.table)
 
-    @staticmethod
     def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, cache: Any
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, cache: Any
     ) -> torch.Tensor:
         """q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]. An engine with its own paged cache puts its attention here."""
-        return attention(q, k, v, context.layout, cache)
+        return attention(q, k, v, context.layout_within(self.window), cache)
 
 
 class FeedForward(nn.Module):
@@ -107,12 +117,16 @@ class FeedForward(nn.Module):
         self.saved: tuple[str, ScaleFormat, float] = (policy.activation.saved, *scale_rule(policy))
         self._fits: bool | None = None
 
-    def forward(self, x: torch.Tensor | Quantised | Coded, remake: Remake | None = None) -> torch.Tensor:
-        """[T, H], or its codes -> [T, H]; ``remake``: how x can be made again."""
+    def forward(
+        self, x: torch.Tensor | Quantised | Coded, recompute: Recompute | None = None
+    ) -> torch.Tensor:
+        """[T, H], or its codes -> [T, H]; ``recompute``: how x can be made again."""
         if not isinstance(x, Quantised) and torch.is_grad_enabled() and self._one_function():
             weights = [m.weight for m in (self.gate_proj, self.up_proj, self.down_proj)]
-            return gated_feed_forward(x, weights, self.gate_up.prepared(), self.down_proj.prepared(), remake)
-        gate, up = self.gate_up(x, remake)
+            return gated_feed_forward(
+                x, weights, self.gate_up.prepared(), self.down_proj.prepared(), recompute
+            )
+        gate, up = self.gate_up(x, recompute)
         if self.quantise_product:
             return self.down_proj(silu_mul_quantise(gate, up, *self.saved[1:]))
         return self.down_proj(silu_mul(gate, up, *self.saved))
@@ -140,6 +154,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         name = f"model.layers.{index}"
         self.self_attn = SelfAttention(f"{name}.self_attn", arch, plan, policy, side)
+        self.self_attn.window = arch.windows[index] if arch.windows else 0
         self.mlp = FeedForward(f"{name}.mlp", plan, policy, side)
         eps = arch.rms_eps
         self.input_layernorm = PlannedNorm(plan[f"{name}.input_layernorm"], policy, side, eps)
@@ -155,13 +170,13 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual [T, H] -> the same two for the next layer; residual is None before the first."""
         y, residual = self._normalise(0, x, residual)
-        y = self.self_attn(y, context, cache, self._remake(self.input_layernorm, residual))
+        y = self.self_attn(y, context, cache, self._recompute(self.input_layernorm, residual))
         y, residual = self._normalise(1, y, residual)
-        return self.mlp(y, self._remake(self.post_attention_layernorm, residual)), residual
+        return self.mlp(y, self._recompute(self.post_attention_layernorm, residual)), residual
 
     @staticmethod
-    def _remake(norm: PlannedNorm, residual: torch.Tensor) -> Remake | None:
-        return norm.remake(residual) if torch.is_grad_enabled() else None
+    def _recompute(norm: PlannedNorm, residual: torch.Tensor) -> Recompute | None:
+        return norm.recompute(residual) if torch.is_grad_enabled() else None
 
     def _normalise(
         self, which: int, x: torch.Tensor, residual: torch.Tensor | None
@@ -177,10 +192,12 @@ class DecoderLayer(nn.Module):
     def fuse(self) -> None:
         """Inference: norms and SiLU hand codes to fp8 linears, heads are normalised and turned at once; same bits."""
         self.self_attn.fuse_norm_rotary = True
-        self.quantise_input = tuple(
-            first.formats.forward == "fp8" for first in (self.self_attn.q_proj, self.mlp.gate_proj)
+        groups = self.self_attn.qkv.modules, self.mlp.gate_up.modules, (self.mlp.down_proj,)
+        # An adapter reads values, not codes.
+        *self_and_mlp, product = (
+            all(m.formats.forward == "fp8" and m.adapter is None for m in group) for group in groups
         )
-        self.mlp.quantise_product = self.mlp.down_proj.formats.forward == "fp8"
+        self.quantise_input, self.mlp.quantise_product = tuple(self_and_mlp), product
 
 
 class Decoder(nn.Module):

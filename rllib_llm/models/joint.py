@@ -12,7 +12,7 @@ from precision_kernels import (
     JointWeight,
     PreparedWeight,
     Quantised,
-    Remake,
+    Recompute,
     joinable,
     linears,
     linears_of_codes,
@@ -38,18 +38,18 @@ class JointProjections:
         if self.joined:
             for module in self.modules:
                 module.joint = self
-            self._place()
+            self._join_buffers()
 
     def __getstate__(self) -> dict[str, Any]:
         """As `PlannedLinear.__getstate__`."""
         return self.__dict__ | {"_prepared": None}
 
     def __call__(
-        self, x: torch.Tensor | Quantised | Coded, remake: Remake | None = None
+        self, x: torch.Tensor | Quantised | Coded, recompute: Recompute | None = None
     ) -> tuple[torch.Tensor, ...]:
         """[T, K], or its codes -> [T, Ni] of every module, column slices of one matrix if they are joined.
 
-        ``remake`` as in `linears`.
+        ``recompute`` as in `linears`.
         """
         prepared = self.prepared() if self.joined else [m.prepared() for m in self.modules]
         biases = [m.bias for m in self.modules]
@@ -57,15 +57,16 @@ class JointProjections:
             return linears_of_codes(x, prepared, biases, self.modules[0].compute_dtype)
         codes = None
         if isinstance(x, Coded):
-            x, codes, remake = x
+            x, codes, recompute = x
         weights = [m._operand() for m in self.modules]
-        return linears(x, weights, biases, self.modules[0].formats, prepared, codes, remake=remake)
+        outputs = linears(x, weights, biases, self.modules[0].formats, prepared, codes, recompute=recompute)
+        return tuple(m.adapted(y, x, recompute) for m, y in zip(self.modules, outputs, strict=True))
 
     def prepared(self) -> JointWeight:
         """All weights as their one GEMM reads them; made as often as `PlannedLinear.prepared`."""
         key = tuple(m.weight_key(m.weight) for m in self.modules)
         if self._prepared is None or self._prepared[0] != key:
-            self._place()
+            self._join_buffers()
             first = self.modules[0]
             weights: list[torch.Tensor] = [m.weight for m in self.modules]
             sources = [m.source(w) for m, w in zip(self.modules, weights, strict=True)]
@@ -81,9 +82,9 @@ class JointProjections:
     def forget_operands(self) -> None:
         self._prepared = None
 
-    def _place(self) -> None:
-        """Make received weights rows of one tensor; after `Module.to` they no longer are."""
-        if self.modules[0].side == "train":
+    def _join_buffers(self) -> None:
+        """Make weights that are not trained rows of one tensor; after `Module.to` they no longer are."""
+        if self.modules[0].side == "train" and not self.modules[0].frozen:
             return
         for suffix in self.modules[0]._buffers:
             if suffix == "bias":

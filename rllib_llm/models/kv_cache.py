@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from precision_kernels import AttentionLayout, allocate_kv_cache
-from precision_kernels.attention_width import attention_width
+from precision_kernels.hopper.attention_width import attention_width
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.batch import PackedBatch
 

@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from precision_kernels import (
     Coded,
     LinearFormats,
+    LowHalf,
     PreparedWeight,
     Quantised,
-    Remake,
+    Recompute,
     add_rms_norm,
     add_rms_norm_quantise,
+    empty_low_half,
+    join_float32,
     linears,
     linears_of_codes,
     prepare_weight,
@@ -28,12 +32,13 @@ from precision_kernels import (
     rms_norm,
     rms_norm_coded,
     rms_norm_quantise,
+    split_float32,
 )
 from precision_policies import ModulePlan, PrecisionPolicy
-from rllib_llm.sync.packed import SCALE_SUFFIX, dtype_name
-from rllib_llm.sync.verify import TensorSpec
+from rllib_llm.weights.format import SCALE_SUFFIX, TensorSpec, dtype_name
 
 if TYPE_CHECKING:
+    from rllib_llm.models.adapters import LowRankAdapter
     from rllib_llm.models.joint import JointProjections
 
 Side = Literal["train", "rollout"]
@@ -66,6 +71,11 @@ def torch_dtype(name: str) -> torch.dtype:
     """``"bfloat16"`` -> ``torch.bfloat16``."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def master_dtype(policy: PrecisionPolicy) -> torch.dtype:
+    """dtype of the numbers that the optimiser updates, in however many parts they are stored."""
+    return torch.float32 if policy.master_dtype == "split_float32" else torch_dtype(policy.master_dtype)
 
 
 def rollout_tensors(
@@ -120,6 +130,7 @@ def _plain_dtype(plan: ModulePlan, side: Side, compute: torch.dtype) -> torch.dt
 class PlannedModule(nn.Module):
     """A module with HF-named tensors: parameters on the train side, received buffers on the rollout side."""
 
+    weight: torch.Tensor
     bias: torch.Tensor | None
 
     def __init__(
@@ -133,26 +144,78 @@ class PlannedModule(nn.Module):
         if not owns_tensors:
             return
         if side == "train":
-            master = torch_dtype(policy.master_dtype)
-            self.weight = nn.Parameter(torch.empty(plan.shape, dtype=master))
+            self._add_master("weight", plan.shape)
             if plan.bias:
-                self.bias = nn.Parameter(torch.empty(plan.shape[0], dtype=master))
+                self._add_master("bias", plan.shape[:1])
         else:
             for suffix, spec in rollout_specs(plan, policy).items():
                 self.register_buffer(suffix, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)))
 
+    def _add_master(self, name: str, shape: tuple[int, ...]) -> None:
+        """A parameter; under split_float32 high halves, and buffers `{name}_low`, `{name}_ties` with the rest."""
+        if self.policy.master_dtype != "split_float32":
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=master_dtype(self.policy))))
+            return
+        parameter = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
+        parameter.grad_dtype = torch.float32  # the number that is trained is the FP32 one
+        self.register_parameter(name, parameter)
+        for part, tensor in empty_low_half(shape)._asdict().items():
+            self.register_buffer(f"{name}_{part}", tensor)
+
+    def low_half(self, name: str) -> LowHalf | None:
+        """What parameter ``name`` lacks of its FP32 numbers; None where it is the whole master."""
+        low = getattr(self, f"{name}_low", None)
+        return None if low is None else LowHalf(low, getattr(self, f"{name}_ties"))
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the train side trains other modules than this one, whose tensors are buffers (`models.adapters`)."""
+        return self.side == "train" and "weight" in self._buffers
+
+    @torch.no_grad()
+    def set_master(self, name: str, values: torch.Tensor) -> None:
+        """Give parameter ``name`` these values of its shape, in any float dtype, rounded to the master's.
+
+        A frozen module keeps of them what its GEMMs read.
+        """
+        if self.frozen:
+            self._set_frozen(name, values.to(master_dtype(self.policy)))
+            return
+        parameter, low_half = getattr(self, name), self.low_half(name)
+        if low_half is None:
+            parameter.copy_(values)
+            return
+        high, rest = split_float32(values.to(parameter.device, torch.float32))
+        parameter.copy_(high)
+        low_half.low.copy_(rest.low)
+        low_half.ties.copy_(rest.ties)
+
+    def _set_frozen(self, name: str, values: torch.Tensor) -> None:
+        """`models.adapters.freeze` says what is kept."""
+        parts = {name: values.to(self.compute_dtype)}
+        if "weight" + SCALE_SUFFIX in self._buffers:
+            parts = rollout_tensors(self.plan, self.policy, name, values)
+        for suffix, tensor in parts.items():
+            getattr(self, suffix).copy_(tensor)
+        self.forget_operands()
+
+    def master(self, name: str) -> torch.Tensor:
+        """The numbers of parameter ``name`` that the optimiser updates, in the master's dtype."""
+        parameter, low_half = getattr(self, name).detach(), self.low_half(name)
+        return parameter if low_half is None else join_float32(parameter, low_half)
+
     def export(self) -> dict[str, torch.Tensor]:
         """Suffix -> tensor for the rollout side, from the train side's master parameters."""
         tensors: dict[str, torch.Tensor] = {}
-        for suffix, parameter in self.named_parameters(recurse=False):
-            tensors |= rollout_tensors(self.plan, self.policy, suffix, parameter.detach())
+        for suffix in ("weight", "bias"):  # parameters, or buffers of a frozen base
+            if (held := getattr(self, suffix)) is not None:
+                tensors |= rollout_tensors(self.plan, self.policy, suffix, held.detach())
         return tensors
 
     def weight_key(self, weight: torch.Tensor) -> tuple[int, ...]:
-        """Changes when the weight does: its identity, address, version, and the optimiser steps taken."""
-        return (
-            id(weight), weight.data_ptr(), weight._version, _STEPS.count if self.side == "train" else 0,
-        )  # fmt: skip
+        """Changes when the weight does: identity, address, version, and the optimiser steps where it is trained."""
+        steps = _STEPS.count if self.side == "train" and weight.requires_grad else 0
+        return id(weight), weight.data_ptr(), weight._version, steps
 
     def forget_operands(self) -> None:
         """Drop what was derived from the weights; to be called when they changed in a way autograd does not see."""
@@ -162,9 +225,27 @@ class PlannedEmbedding(PlannedModule):
     """Token id -> row of the table, in the compute dtype."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """int64 [T] -> [T, H]. Rows are rounded after the lookup: same values, and gradients sum in the "
-        "master dtype."""
+        """int64 [T] -> [T, H]. Rows are rounded after the lookup: same values, and gradients sum in the
+        master dtype."""
+        if self.low_half("weight") is not None:
+            return _SplitRows.apply(ids, self.weight)
         return nn.functional.embedding(ids, self.weight).to(self.compute_dtype)
+
+
+class _SplitRows(torch.autograd.Function):
+    """Rows of the high halves of FP32 masters. Their gradient is that of FP32 rows rounded after the lookup."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = weight.shape[0]
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (ids,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(grad.float(), ids, ctx.rows, -1, False)
 
 
 class PlannedNorm(PlannedModule):
@@ -204,10 +285,12 @@ class PlannedNorm(PlannedModule):
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps, self._rounded())
 
-    def remake(self, residual: torch.Tensor) -> Remake:
+    def recompute(self, residual: torch.Tensor) -> Recompute:
         """How `add` made its first result from its second, which is kept for the norm's own gradient anyway."""
         eps = self.eps
-        return Remake(lambda rows, weight: rms_norm(rows, weight, eps), (residual.detach(), self._rounded()))
+        return Recompute(
+            lambda rows, weight: rms_norm(rows, weight, eps), (residual.detach(), self._rounded())
+        )
 
     def add_coded(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Coded, torch.Tensor]:
         """`add` for training, where only fp8 linears read the normalised rows: those are never written."""
@@ -236,6 +319,7 @@ class PlannedLinear(PlannedModule):
             self.formats = LinearFormats(form, *(("fp8",) * 3 if form == "fp8" else (form,) * 3), *scale)
         self._prepared: tuple[tuple[int, ...], PreparedWeight, torch.Tensor] | None = None
         self.joint: JointProjections | None = None
+        self.adapter: LowRankAdapter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy, without what `prepared` makes again: it is known by addresses of this process, and
@@ -280,15 +364,20 @@ class PlannedLinear(PlannedModule):
             tensors |= rollout_tensors(self.plan, self.policy, "bias", self.bias.detach())
         return tensors
 
-    def forward(self, x: torch.Tensor | Quantised, remake: Remake | None = None) -> torch.Tensor:
-        """[T, K], or its 1x128 codes -> [T, N] in the compute dtype; ``remake`` as in `linears`."""
+    def forward(self, x: torch.Tensor | Quantised, recompute: Recompute | None = None) -> torch.Tensor:
+        """[T, K], or its 1x128 codes -> [T, N] in the compute dtype; ``recompute`` as in `linears`."""
         if isinstance(x, Quantised):
             return linears_of_codes(x, [self.prepared()], [self.bias], self.compute_dtype)[0]
         operands = [self._operand()], [self.bias]
-        return linears(x, *operands, self.formats, [self.prepared()], remake=remake)[0]
+        base = linears(x, *operands, self.formats, [self.prepared()], recompute=recompute)[0]
+        return self.adapted(base, x, recompute)
+
+    def adapted(self, base: torch.Tensor, x: torch.Tensor, recompute: Recompute | None) -> torch.Tensor:
+        """This linear's output ``base`` [T, N] with what its adapter, if it has one, makes of x [T, K]."""
+        return base if self.adapter is None else self.adapter(base, x, recompute)
 
     def _operand(self) -> Any:
-        return self.weight if self.side == "train" else self.prepared()
+        return self.prepared() if self.side == "rollout" or self.frozen else self.weight
 
     def logits(self, hidden: torch.Tensor, tied_weight: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H] -> fp32 [T, V]: operands in the plan's format, the product not rounded below fp32."""

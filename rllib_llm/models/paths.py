@@ -7,15 +7,46 @@ shipped asset is an error that says so.
 from __future__ import annotations
 
 import importlib.resources
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from rllib_llm.errors import InputError, RllibLLMError
 
 CONFIG_FILE = "config.json"
 ASSETS_PACKAGE = "rllib_llm.assets"
 
 
-class ModelPathError(FileNotFoundError):
-    """A model string that resolves to nothing we can load."""
+_SCHEMES: dict[str, Callable[[str], Path]] = {}
+
+
+class ModelPathError(RllibLLMError, InputError, FileNotFoundError):
+    """A model string that resolves to nothing we can load, or a file of a model directory that cannot be read."""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model directory.
+
+    Raises:
+        ModelPathError: it cannot be read, is cut off, or is not one JSON object; names the file and the place.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelPathError(f"{file}: not readable as JSON ({error}): copy it again") from error
+    if not isinstance(found, dict):
+        raise ModelPathError(f"{file}: holds a {type(found).__name__}, not a JSON object: copy it again")
+    return found
+
+
+def register_scheme(scheme: str, resolve: Callable[[str], Path]) -> None:
+    """Let ``scheme:…`` be a model string; `resolve` gives the model's directory, or raises.
+
+    So what fetches models (the registry) can stand above what loads them.
+    """
+    _SCHEMES[scheme] = resolve
 
 
 def _assets_root() -> Path | None:
@@ -46,10 +77,9 @@ def resolve_model_path(model: str | os.PathLike[str]) -> Path:
         ModelPathError: neither a model directory nor a shipped name; lists what was looked at.
         RegistryError, TrackingUnavailableError: no such registered model, or no registry.
     """
-    if str(model).startswith("models:"):
-        from rllib_llm.registry.resolve import local_masters  # needs MLflow
-
-        return local_masters(str(model))
+    scheme, colon, _ = str(model).partition(":")
+    if colon and scheme in _SCHEMES:
+        return _SCHEMES[scheme](str(model))
     path = Path(model).expanduser()
     if (path / CONFIG_FILE).is_file():
         return path.resolve()

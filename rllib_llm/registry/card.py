@@ -27,6 +27,8 @@ _LINEAGE = {
     "training_iteration": "training iteration",
     "weights_version": "weights version",
     "git_commit": "commit of the training code",
+    "adapter": "trained with adapters",
+    "base_hash": "hash of the base that they are on",
 }
 
 
@@ -60,18 +62,26 @@ def model_card(
     lines += [
         f"| {name} | {str(value).replace('|', '/')} |" for name, value in facts.items()
     ]  # | ends a cell
-    return "\n".join([*lines, "", *_usage(policy, plan), ""])
+    return "\n".join([*lines, "", *_usage(policy, plan, lineage.get("merge")), ""])
 
 
-def _usage(policy: PrecisionPolicy, plan: Plan) -> list[str]:
-    lines = [
-        f"`hf/` holds the master weights in {policy.compute_dtype} (transformers reads it). "
-        + (
+def _usage(policy: PrecisionPolicy, plan: Plan, merge: Mapping[str, Any] | None) -> list[str]:
+    if merge:
+        lost = f"{merge['lost_in_compute_dtype']:.1%} of the updated elements in `hf/`"
+        lost += f", {merge['lost_in_fp8']:.1%} in `fp8/`" if merge["lost_in_fp8"] is not None else ""
+        other = (
+            "`adapter/` holds the adapters as PEFT reads them. The other folders are merged with them, which loses "
+            f"{lost}: what was trained is the base with the adapters beside it."
+        )
+    elif has_fp8_rollout(plan):
+        other = (
             "`fp8/` holds the bytes that the rollout engine computed with, in the standard block-FP8 format (stock "
             "vLLM reads it)."
-            if has_fp8_rollout(plan)
-            else "The rollout computed with the same values."
-        ),
+        )
+    else:
+        other = "The rollout computed with the same values."
+    lines = [
+        f"`hf/` holds the master weights in {policy.compute_dtype} (transformers reads it). {other}",
         "",
         "Use it as `model: models:/NAME@ALIAS` in an experiment, by `mlflow.pyfunc.load_model`, or write a directory "
         "to serve with `rllib-llm models export NAME@ALIAS DIR`. Another policy than its own is refused.",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from rllib_llm.errors import InputError, RllibLLMError
+
 __all__ = ["RegistryError"]
 
 
-class RegistryError(ValueError):
+class RegistryError(RllibLLMError, InputError, ValueError):
     """A model, run, checkpoint or registry that cannot be used as asked."""

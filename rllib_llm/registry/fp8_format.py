@@ -17,7 +17,7 @@ import torch
 from precision_policies import Plan, PrecisionPolicy
 from rllib_llm.models.checkpoint import MAX_SHARD_BYTES
 from rllib_llm.models.paths import CONFIG_FILE
-from rllib_llm.models.safetensor_files import write_tensors
+from rllib_llm.models.weight_writer import write_tensors
 
 __all__ = ["has_fp8_rollout", "quantization_config", "serving_obstacles", "write_rollout"]
 

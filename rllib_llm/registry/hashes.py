@@ -1,4 +1,4 @@
-"""Hashes of files and tensors. A tensor's hash is the one of weight updates and receipts (`rllib_llm.sync.packed`)."""
+"""What verification makes anew: hashes of files, and the rollout's tensors from the masters."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ import torch
 from precision_policies import Plan, PrecisionPolicy
 from rllib_llm.models.layers import rollout_tensors
 from rllib_llm.models.safetensor_files import read_tensors
-from rllib_llm.sync.packed import PackedTensor
 
-__all__ = ["derived_rollout", "file_sha256", "tensor_digest"]
+__all__ = ["derived_rollout", "file_sha256"]
 
 
 def file_sha256(path: Path) -> str:
     """sha256 (hex) of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """The hash that a weight receipt states for this tensor."""
-    return PackedTensor.pack(tensor).hash()
 
 
 def derived_rollout(

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from rllib_llm.registry.errors import RegistryError
-from rllib_llm.registry.hashes import file_sha256, tensor_digest
+from rllib_llm.registry.hashes import file_sha256
+from rllib_llm.weights.format import hash_tensors
 
 __all__ = ["MANIFEST_FILE", "Manifest", "ManifestError", "probe_hash"]
 
@@ -28,7 +29,7 @@ class ManifestError(RegistryError):
 @functools.cache
 def probe_hash() -> str:
     """Hash of a fixed tensor: tells whether the tensor hashes of a manifest were made by the function of today."""
-    return tensor_digest(torch.arange(1000, dtype=torch.float32))
+    return hash_tensors({"probe": torch.arange(1000, dtype=torch.float32)})["probe"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Manifest:
         tensors: name -> hash of everything that a rollout engine holds, as its weight receipt states them.
         tensor_hash_probe: `probe_hash` at the time of writing.
         lineage: where the weights come from, plain data.
+        adapter: folder with the adapters that the masters were merged with, as a PEFT directory; None without.
     """
 
     policy_name: str
@@ -54,6 +56,7 @@ class Manifest:
     tensors: dict[str, str]
     tensor_hash_probe: str
     lineage: dict[str, Any]
+    adapter: str | None = None
 
     def write(self, root: Path) -> str:
         """Write MANIFEST_FILE into `root`; returns its sha256, which is kept outside (a tag of the model version)."""
@@ -93,12 +96,12 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for name in texts:
         if not isinstance(getattr(manifest, name), str):
             yield f"{name} must be a text"
-    for name in ("masters", "fp8"):
+    for name in ("masters", "fp8", "adapter"):
         folder = getattr(manifest, name)
         if isinstance(folder, str) and (Path(folder).name != folder or folder in ("", "..")):
             yield f"{name} = {folder!r} must be the name of a folder beside it"
-        elif name == "fp8" and not isinstance(folder, str | None):
-            yield "fp8 must be a text or null"
+        elif name != "masters" and not isinstance(folder, str | None):
+            yield f"{name} must be a text or null"
     if not isinstance(manifest.files, dict) or not all(map(_is_file_entry, manifest.files.values())):
         yield "files must map paths to sha256 (text) and bytes (whole number)"
     if not isinstance(manifest.tensors, dict) or not all(

@@ -1,25 +1,28 @@
 """From a training checkpoint to the learner's model, on the CPU, without unpickling anything.
 
-RLlib's checkpoints hold pickles (optimizer state, counters). What is needed here is not in them: the weights are
-safetensors, the policy and the base model are in the checkpoint's JSON metadata.
+The weights are safetensors, the policy and the base model are in the checkpoint's JSON metadata.
 """
 
 from __future__ import annotations
 
-import pathlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from precision_policies import PolicyError, PrecisionPolicy, load_policy
-from rllib_llm.algorithm.checkpoint import REQUIRED_FILES, CheckpointError, read_metadata, verify_files
+from precision_policies import AdapterSpec, PolicyError, PrecisionPolicy, load_policy
 from rllib_llm.models.causal_lm import CausalLM, build_model
 from rllib_llm.models.checkpoint import load_config
-from rllib_llm.models.layers import torch_dtype
 from rllib_llm.models.paths import ModelPathError, resolve_model_path
 from rllib_llm.models.safetensor_files import read_tensors, tensor_files
+from rllib_llm.on_disk.checkpoint import (
+    LEARNER_FOLDER,
+    MODULE_FOLDER,
+    CheckpointError,
+    read_metadata,
+    verify_files,
+)
 
 __all__ = ["TrainedCheckpoint", "load_masters", "read_checkpoint"]
 
@@ -28,7 +31,8 @@ __all__ = ["TrainedCheckpoint", "load_masters", "read_checkpoint"]
 class TrainedCheckpoint:
     """What a checkpoint says about itself.
 
-    base: directory with config.json and tokenizer, the one that training started from.
+    base: directory with config.json and tokenizer, the one that training started from. adapter, base_hash: of a run
+    that trained low-rank adapters, and the weights that they are on (`rllib_llm.weights.base`).
     """
 
     path: Path
@@ -37,10 +41,13 @@ class TrainedCheckpoint:
     base: Path
     weights_version: int
     training_iteration: int
+    adapter: AdapterSpec | None = None
+    base_hash: str | None = None
 
     @property
     def weights_folder(self) -> Path:
-        return self.path / pathlib.PurePosixPath(REQUIRED_FILES[-1]).parent
+        """The folder of the checkpoint that holds the learner's weights."""
+        return self.path / LEARNER_FOLDER / MODULE_FOLDER
 
 
 def read_checkpoint(path: Path, base_model: str | None = None) -> TrainedCheckpoint:
@@ -57,6 +64,7 @@ def read_checkpoint(path: Path, base_model: str | None = None) -> TrainedCheckpo
     saved = read_metadata(str(path))
     problems: list[str] = []
     policy, base = _policy(saved, problems), _base(saved, base_model, problems)
+    adapter = _adapter(saved, problems)
     if problems or policy is None or base is None:
         lines = "\n".join(f"  - {p}" for p in problems)
         raise CheckpointError(f"checkpoint {path} cannot be exported, {len(problems)} problem(s):\n{lines}")
@@ -67,7 +75,19 @@ def read_checkpoint(path: Path, base_model: str | None = None) -> TrainedCheckpo
         base,
         int(saved.get("weights_version", 1)),
         int(saved.get("training_iteration", 0)),
+        adapter,
+        saved.get("base_hash"),
     )
+
+
+def _adapter(saved: dict[str, Any], problems: list[str]) -> AdapterSpec | None:
+    if saved.get("adapter") is None:
+        return None
+    try:
+        return AdapterSpec.from_dict(saved["adapter"])
+    except (PolicyError, TypeError, AttributeError) as error:
+        problems.append(f"its adapters cannot be read: {error}")
+        return None
 
 
 def _policy(saved: dict[str, Any], problems: list[str]) -> PrecisionPolicy | None:
@@ -108,18 +128,18 @@ def load_masters(checkpoint: TrainedCheckpoint) -> CausalLM:
     model = build_model(load_config(checkpoint.base), checkpoint.policy, "train")
     model.source_path = checkpoint.base
     files = tensor_files(checkpoint.weights_folder)
-    own = dict(model.named_parameters())
-    master = torch_dtype(checkpoint.policy.master_dtype)
+    own = model.state_dict()
     problems = [f"{name}: missing" for name in sorted(own.keys() - files.keys())]
     problems += [f"{name}: not part of {checkpoint.base}" for name in sorted(files.keys() - own.keys())]
     with torch.no_grad():
         for name, tensor in read_tensors(files, files.keys() & own.keys()):
-            if tensor.shape != own[name].shape or tensor.dtype != master:
+            expected = own[name]
+            if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
                 problems.append(
-                    f"{name}: {tensor.dtype} {list(tensor.shape)}, expected {master} {list(own[name].shape)}"
+                    f"{name}: {tensor.dtype} {list(tensor.shape)}, expected {expected.dtype} {list(expected.shape)}"
                 )
             else:
-                own[name].copy_(tensor)
+                expected.copy_(tensor)
     if problems:
         lines = "\n".join(f"  - {p}" for p in problems)
         raise CheckpointError(

@@ -44,6 +44,7 @@ class Entry:
 
     @property
     def uri(self) -> str:
+        """How MLflow names this version: models:/NAME/VERSION."""
         return f"{SCHEME}{self.name}/{self.version}"
 
 

@@ -8,12 +8,13 @@
        metrics.json         metrics of the run at the iteration of the checkpoint
        hf/                  masters in the compute dtype; transformers' AutoModelForCausalLM reads it
        fp8/                 the bytes of the rollout engine, block-FP8; stock vLLM reads it
+       adapter/             of a run that trained adapters: these, for PEFT; hf/ and fp8/ hold the merged model
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ from precision_policies import PrecisionPolicy
 from rllib_llm.models.causal_lm import CausalLM
 from rllib_llm.models.checkpoint import copy_side_files, save_pretrained
 from rllib_llm.models.paths import CONFIG_FILE
+from rllib_llm.on_disk.owner import Owner
 from rllib_llm.registry.card import model_card
 from rllib_llm.registry.fp8_format import has_fp8_rollout, write_rollout
 from rllib_llm.registry.manifest import Manifest, hash_files, probe_hash
-from rllib_llm.registry.owner import Owner
 from rllib_llm.sync.export import export_weights
 
 __all__ = [
+    "ADAPTER",
     "ATTESTATIONS_FILE",
     "FP8",
     "MASTERS",
@@ -39,7 +41,7 @@ __all__ = [
     "write_package",
 ]
 
-MASTERS, FP8 = "hf", "fp8"
+MASTERS, FP8, ADAPTER = "hf", "fp8", "adapter"
 POLICY_FILE, PLAN_FILE = "policy.yaml", "plan.json"
 ATTESTATIONS_FILE, METRICS_FILE, CARD_FILE = "attestations.json", "metrics.json", "README.md"
 
@@ -58,7 +60,12 @@ class Record:
 
 
 def write_package(
-    model: CausalLM, root: Path, record: Record, *, weights_version: int = 1
+    model: CausalLM,
+    root: Path,
+    record: Record,
+    *,
+    weights_version: int = 1,
+    adapter: Callable[[Path], Any] | None = None,
 ) -> tuple[Manifest, str]:
     """Export `model` (train side, tokenizer beside its `source_path`) into the empty directory `root`.
 
@@ -66,6 +73,7 @@ def write_package(
 
     Args:
         weights_version: number of the export (>= 1), as samples of these weights carried it.
+        adapter: writes the adapters that the model was merged with into a directory.
 
     Returns:
         The manifest, and the sha256 of its file.
@@ -75,6 +83,8 @@ def write_package(
     save_pretrained(model, masters, dtype=policy.compute_dtype)
     Owner(policy, plan.hash, "masters").write(masters)
     hashes = _write_rollout(model, root, max(1, weights_version))
+    if adapter is not None:
+        adapter(root / ADAPTER)
     (root / POLICY_FILE).write_text(policy.to_yaml(), encoding="utf-8")
     _write_json(root / PLAN_FILE, plan.to_dict())
     _write_json(root / ATTESTATIONS_FILE, record.attestations)
@@ -93,6 +103,7 @@ def write_package(
         tensors=hashes,
         tensor_hash_probe=probe_hash(),
         lineage=record.lineage,
+        adapter=ADAPTER if adapter is not None else None,
     )
     return manifest, manifest.write(root)
 

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from precision_policies import PrecisionPolicy, load_policy
+from precision_policies.hashing import differing
 from rllib_llm.engines.base import RolloutEngine, SamplingParams
 from rllib_llm.engines.factory import ENGINES, make_engine
 from rllib_llm.envs.protocol import Prompt
-from rllib_llm.models.checkpoint import load_tokenizer
-from rllib_llm.prompting import PromptEncoder
+from rllib_llm.models.checkpoint import eos_token_ids, load_config, load_tokenizer
+from rllib_llm.on_disk.owner import owner_of, refuse_other_policy
 from rllib_llm.registry.errors import RegistryError
 from rllib_llm.registry.manifest import Manifest, probe_hash
-from rllib_llm.registry.owner import owner_of, refuse_other_policy
 from rllib_llm.registry.signature import OUTPUTS, PARAMETERS
+from rllib_llm.rollout.prompting import PromptEncoder
 
 __all__ = ["TextGenerator", "prompts_of"]
 
@@ -70,7 +71,8 @@ class TextGenerator:
         refuse_other_policy(self.directory, self.policy, allow_other_policy, override=override)
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.engine_options = dict(engine_options or {})
-        self.encoder = PromptEncoder(load_tokenizer(self.directory))
+        ends = eos_token_ids(load_config(self.directory), self.directory)
+        self.encoder = PromptEncoder(load_tokenizer(self.directory), ends)
         self._engines: dict[str, RolloutEngine] = {}
         self._lock = (
             threading.Lock()
@@ -136,7 +138,8 @@ class TextGenerator:
         held = engine.attest().weights
         if self.manifest.tensor_hash_probe != probe_hash():
             return  # hashes of another function say nothing; `models verify` compares bytes
-        wrong = sorted(n for n, digest in self.manifest.tensors.items() if held.get(n) != digest)
+        stated = differing(self.manifest.tensors, held).items()
+        wrong = [name for name, (registered, _) in stated if registered is not None]
         if wrong:
             engine.close()
             raise RegistryError(

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from rllib_llm.attest import build_attestation
 from rllib_llm.models.causal_lm import CausalLM
 from rllib_llm.models.checkpoint import load_tokenizer
+from rllib_llm.process.attest import build_attestation
 from rllib_llm.registry.errors import RegistryError
 from rllib_llm.registry.fp8_format import serving_obstacles
 from rllib_llm.registry.hashes import file_sha256
 from rllib_llm.registry.manifest import MANIFEST_FILE, Manifest
 from rllib_llm.registry.masters import TrainedCheckpoint, load_masters, read_checkpoint
+from rllib_llm.registry.merged import Merged, MergeReport, load_merged
 from rllib_llm.registry.mlflow_registry import MANIFEST_TAG, Entry, Registry
 from rllib_llm.registry.package import CARD_FILE, Record, write_package
 from rllib_llm.registry.reference import name_problems
@@ -47,6 +48,7 @@ class Registered:
     checkpoint: TrainedCheckpoint
     manifest: Manifest
     obstacles: tuple[str, ...]
+    merge: MergeReport | None = None
 
 
 def register(
@@ -77,10 +79,12 @@ def register(
     with registry.answering():
         found = find_source(source, registry.client)
     checkpoint = read_checkpoint(found.checkpoint, base_model)
-    model = load_masters(checkpoint)
-    entry, manifest = _publish(registry, name, alias, found, checkpoint, model, example)
+    merged = None if checkpoint.adapter is None else load_merged(checkpoint)
+    model = load_masters(checkpoint) if merged is None else merged.model
+    entry, manifest = _publish(registry, name, alias, found, checkpoint, model, example, merged)
     obstacles = tuple(serving_obstacles(model.plan, model.policy))
-    return Registered(entry, registry.uri, found, checkpoint, manifest, obstacles)
+    report = None if merged is None else merged.report
+    return Registered(entry, registry.uri, found, checkpoint, manifest, obstacles, report)
 
 
 def _publish(
@@ -91,6 +95,7 @@ def _publish(
     checkpoint: TrainedCheckpoint,
     model: CausalLM,
     example: str | None,
+    merged: Merged | None,
 ) -> tuple[Entry, Manifest]:
     """Writes the package in a temporary directory and uploads it with what is known of its run."""
     metrics = metrics_at(found, registry.client, checkpoint.training_iteration)
@@ -98,8 +103,10 @@ def _publish(
         package = Path(folder) / "model"
         package.mkdir()
         base = _base_name(registry, checkpoint)
-        record = Record(_lineage(found, checkpoint, base), _attestations(found, model), metrics)
-        manifest, digest = write_package(model, package, record, weights_version=checkpoint.weights_version)
+        lineage = _lineage(found, checkpoint, base) | ({} if merged is None else merged.lineage())
+        record = Record(lineage, _attestations(found, model, merged is not None), metrics)
+        version, write = checkpoint.weights_version, None if merged is None else merged.write_adapter
+        manifest, digest = write_package(model, package, record, weights_version=version, adapter=write)
         what = Upload(
             name,
             alias,
@@ -135,10 +142,13 @@ def _lineage(source: Source, checkpoint: TrainedCheckpoint, base: str) -> dict[s
     }
 
 
-def _attestations(source: Source, model: CausalLM) -> dict[str, Any]:
-    """Those of the run at its start, and the statement of this process, whose quantiser made the exported bytes."""
+def _attestations(source: Source, model: CausalLM, merged: bool) -> dict[str, Any]:
+    """Those of the run at its start, and the statement of this process, whose quantiser made the exported bytes.
+
+    merged: the run's are of the model with its adapters apart, whose plan is another one; they are left out.
+    """
     export = build_attestation("train", model.policy, model.plan, torch.device("cpu")).to_dict()
-    return {**source.attestations, "export": entries.jsonable(export)}
+    return {**({} if merged else source.attestations), "export": entries.jsonable(export)}
 
 
 def _tags(source: Source, checkpoint: TrainedCheckpoint, manifest: Manifest, digest: str) -> dict[str, str]:
@@ -155,7 +165,8 @@ def _tags(source: Source, checkpoint: TrainedCheckpoint, manifest: Manifest, dig
         "weights_version": str(checkpoint.weights_version),
         "git.rllib_llm.commit": lineage["git_commit"],
         "git.export.commit": lineage["exported_by"].get("git.commit"),
-        "formats": "hf" if manifest.fp8 is None else "hf, fp8",
+        "formats": ", ".join(f for f in ("hf", manifest.fp8, manifest.adapter) if f),
+        "base_hash": lineage.get("base_hash"),
     }
     return {key: entries.cut(value, entries.MAX_TAG_VALUE) for key, value in tags.items() if value}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from rllib_llm.on_disk.owner import OWNER_FILE
 from rllib_llm.registry.errors import RegistryError
 from rllib_llm.registry.manifest import Manifest
 from rllib_llm.registry.mlflow_registry import Registry
-from rllib_llm.registry.owner import OWNER_FILE
 from rllib_llm.registry.reference import is_registered
 
 __all__ = ["local_masters", "local_path", "pinned"]

@@ -92,8 +92,8 @@ def find_source(source: str, client: Any) -> Source:
 
 
 def _only_checkpoint(path: Path) -> Path:
-    from rllib_llm.directories import checkpoints, find_checkpoint, find_experiment
-    from rllib_llm.experiment import ExperimentError
+    from rllib_llm.on_disk.directories import checkpoints, find_checkpoint, find_experiment
+    from rllib_llm.on_disk.errors import DirectoryError
 
     trials = sorted({found.parent for found in checkpoints(path)})
     # a run of `rllib-llm train` has a trial more for each time it was resumed, side by side in its directory
@@ -103,7 +103,7 @@ def _only_checkpoint(path: Path) -> Path:
         raise RegistryError(f"{path} holds checkpoints of {len(trials)} trials, name one of them:\n{lines}")
     try:
         return find_checkpoint(path)
-    except ExperimentError as error:
+    except DirectoryError as error:
         raise RegistryError(str(error)) from error
 
 
@@ -146,8 +146,8 @@ def _run_of_experiment(client: Any, checkpoint: Path) -> Any | None:
     """The run of `rllib-llm train`, which goes on in the trials that resume it, by the record in its directory."""
     from mlflow.exceptions import MlflowException
 
-    from rllib_llm.directories import earlier_run_ids, find_experiment
-    from rllib_llm.experiment import ExperimentError
+    from rllib_llm.on_disk.directories import earlier_run_ids, find_experiment
+    from rllib_llm.on_disk.errors import DirectoryError
 
     directory = find_experiment(checkpoint)
     if directory is None or directory != checkpoint.parent.parent:
@@ -155,7 +155,7 @@ def _run_of_experiment(client: Any, checkpoint: Path) -> Any | None:
     try:
         run_id = earlier_run_ids(directory).get("0")
         return client.get_run(run_id) if run_id else None
-    except ExperimentError as error:
+    except DirectoryError as error:
         raise RegistryError(str(error)) from error
     except MlflowException:  # tracked in another store than this one
         return None
@@ -191,8 +191,8 @@ def metrics_at(source: Source, client: Any, iteration: int) -> dict[str, float]:
 
 
 def _metrics_on_disk(checkpoint: Path, iteration: int) -> dict[str, float]:
-    from rllib_llm.directories import find_experiment
-    from rllib_llm.history import read_history
+    from rllib_llm.on_disk.directories import find_experiment
+    from rllib_llm.tracking.history import read_history
 
     directory = find_experiment(checkpoint)
     values: dict[str, float] = {}

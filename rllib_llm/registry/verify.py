@@ -11,18 +11,19 @@ from typing import Any
 import torch
 
 from precision_policies import Plan, PolicyError, PrecisionPolicy
+from precision_policies.hashing import differing
 from precision_policies.loading import from_yaml
 from rllib_llm.models.checkpoint import check_weights, load_config, parameter_shapes
 from rllib_llm.models.paths import CONFIG_FILE
-from rllib_llm.models.safetensor_files import CheckpointError, read_tensors, tensor_files
+from rllib_llm.models.safetensor_files import ModelFilesError, read_tensors, tensor_files
+from rllib_llm.on_disk.owner import OwnerFileError, owner_of
 from rllib_llm.registry.errors import RegistryError
 from rllib_llm.registry.fp8_format import quantization_config
-from rllib_llm.registry.hashes import derived_rollout, file_sha256, tensor_digest
+from rllib_llm.registry.hashes import derived_rollout, file_sha256
 from rllib_llm.registry.manifest import MANIFEST_FILE, Manifest, ManifestError, probe_hash
 from rllib_llm.registry.mlflow_registry import MANIFEST_TAG
-from rllib_llm.registry.owner import owner_of
 from rllib_llm.registry.package import ATTESTATIONS_FILE, PLAN_FILE, POLICY_FILE
-from rllib_llm.sync.packed import SCALE_SUFFIX
+from rllib_llm.weights.format import SCALE_SUFFIX, hash_tensors
 
 __all__ = ["Verdict", "verify_package"]
 
@@ -135,7 +136,7 @@ def _folders(root: Path, manifest: Manifest, plan: Plan) -> Iterator[str]:
     for folder in (manifest.masters, *([manifest.fp8] if manifest.fp8 else [])):
         try:
             owner = owner_of(root / folder)
-        except (RegistryError, PolicyError) as error:
+        except (RegistryError, OwnerFileError, PolicyError) as error:
             yield str(error)
             continue
         if owner is None or owner.policy.fingerprint != manifest.policy_fingerprint:
@@ -160,7 +161,7 @@ def _rollout(
         check_weights(masters, policy)
         held = {} if fp8 is None else tensor_files(fp8)
         files, names = tensor_files(masters), list(parameter_shapes(plan))
-    except (CheckpointError, OSError) as error:
+    except (ModelFilesError, OSError) as error:
         found.append(f"tensors were not compared: {error}")
         return 0
     comparable = manifest.tensor_hash_probe == probe_hash()
@@ -173,7 +174,7 @@ def _rollout(
         seen.add(name)
         if name not in manifest.tensors:
             found.append(f"{name}: no hash in the manifest")
-        elif comparable and tensor_digest(tensor) != manifest.tensors[name]:
+        elif comparable and differing(hash_tensors({name: tensor}), {name: manifest.tensors[name]}):
             found.append(
                 f"{name}: made again from the masters it has another hash than the rollout's weights had"
             )

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rllib_llm.sync.packed import DTYPES
-from rllib_llm.sync.verify import TensorSpec
+from rllib_llm.weights.format import DTYPES, TensorSpec
 
 ALIGN = 256
 """Tensors begin at multiples of this in the stream, in bytes: wide loads need it, and checksums cut at whole words."""

@@ -7,34 +7,23 @@ model.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from precision_kernels.operators import tensor_digest
-
-DTYPES: dict[str, torch.dtype] = {
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
-SCALE_SUFFIX = (
-    "_scale_inv"  # X.weight (codes) + X.weight_scale_inv (what a code is multiplied by): DeepSeek, vLLM
-)
-
+from precision_kernels.autograd.operators import tensor_digest
+from rllib_llm.errors import RllibLLMError
+from rllib_llm.weights.format import DTYPES, dtype_name, tensor_hash
 
 HASH_BYTES = 256 << 20
 """Most bytes of a host tensor that are copied to a GPU at a time to be hashed there."""
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(RllibLLMError, RuntimeError):
     """A weight update that was refused; nothing of it has been applied. Lists every violation."""
 
     def __init__(self, violations: Iterable[str], version: int | None = None) -> None:
@@ -48,35 +37,6 @@ class WeightSyncError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], int | None]]:
         return type(self), (self.violations, self.version)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``; TypeError for a dtype that is not sent (see `DTYPES`)."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise TypeError(f"dtype {name} is not sent in weight updates; sent are {', '.join(DTYPES)}")
-    return name
-
-
-def seal(lanes: Sequence[int], dtype: str, shape: Sequence[int]) -> str:
-    """The hash (64 hex digits) of a tensor: sha256 over dtype, shape and the lanes of its bytes.
-
-    The lanes are a checksum (`precision_kernels.reference.digest`), made at memory bandwidth where the tensor lies,
-    with equal bits on CPU and GPU. So the hash finds errors; somebody who wants to can construct a collision.
-    """
-    text = f"{dtype}{list(shape)}".encode()
-    return hashlib.sha256(text + struct.pack("<2q", *lanes)).hexdigest()
-
-
-def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Name -> hash of tensors, each made on its own device; the CPU waits for a GPU once."""
-    hashes: dict[str, str] = {}
-    for device in {t.device for t in tensors.values()}:
-        here = {name: t for name, t in tensors.items() if t.device == device}
-        lanes = tensor_digest(list(here.values())).tolist()
-        for (name, tensor), pair in zip(here.items(), lanes, strict=True):
-            hashes[name] = seal(pair, dtype_name(tensor.dtype), tuple(tensor.shape))
-    return {name: hashes[name] for name in tensors}
 
 
 @dataclass(frozen=True)
@@ -122,7 +82,7 @@ class PackedTensor:
         data = self.as_bytes()
         starts = list(range(0, data.numel(), HASH_BYTES)) or [0]
         lanes = [tensor_digest([data[s : s + HASH_BYTES].to(device)], [s])[0] for s in starts]
-        return seal(torch.stack(lanes).sum(0).tolist(), self.dtype, self.shape)
+        return tensor_hash(torch.stack(lanes).sum(0).tolist(), self.dtype, self.shape)
 
     def problems(self) -> list[str]:
         """What is wrong with this tensor on its own: unknown dtype, wrong number of bytes; empty if
@@ -145,7 +105,8 @@ class WeightUpdate:
         version: counts the learner's exports; samples carry it.
         policy_fingerprint, plan_hash: under which policy and plan the bytes were made.
         tensors: name -> tensor; a quantised weight is ``X.weight`` (e4m3) and ``X.weight_scale_inv`` (fp32).
-        hashes: name -> hash (`seal`), made by the sender.
+        hashes: name -> hash (`tensor_hash`), made by the sender.
+        base: of an update of adapters alone, the hash of the weights that they are on (`rllib_llm.sync.base`).
     """
 
     version: int
@@ -153,6 +114,7 @@ class WeightUpdate:
     plan_hash: str
     tensors: Mapping[str, PackedTensor]
     hashes: Mapping[str, str]
+    base: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +135,14 @@ class WeightUpdate:
             part = {n: self.tensors[n] for n in names}
             hashes = {n: self.hashes[n] for n in names}
             yield WeightChunk(
-                self.version, self.policy_fingerprint, self.plan_hash, index, len(groups), part, hashes
+                self.version,
+                self.policy_fingerprint,
+                self.plan_hash,
+                index,
+                len(groups),
+                part,
+                hashes,
+                self.base,
             )
 
     @classmethod
@@ -193,7 +162,7 @@ class WeightUpdate:
             raise WeightSyncError(problems, first.version)
         tensors = {name: t for part in parts for name, t in part.tensors.items()}
         hashes = {name: h for part in parts for name, h in part.hashes.items()}
-        return cls(first.version, first.policy_fingerprint, first.plan_hash, tensors, hashes)
+        return cls(first.version, first.policy_fingerprint, first.plan_hash, tensors, hashes, first.base)
 
 
 @dataclass(frozen=True)
@@ -207,15 +176,16 @@ class WeightChunk:
     count: int
     tensors: Mapping[str, PackedTensor]
     hashes: Mapping[str, str]
+    base: str | None = None
 
 
 def _chunk_problems(parts: list[WeightChunk]) -> list[str]:
     first = parts[0]
-    identity = (first.version, first.policy_fingerprint, first.plan_hash, first.count)
+    identity = (first.version, first.policy_fingerprint, first.plan_hash, first.count, first.base)
     problems = [
-        f"chunk {p.index} is of (version, policy, plan, count) {key}, chunk {first.index} of {identity}"
+        f"chunk {p.index} is of (version, policy, plan, count, base) {key}, chunk {first.index} of {identity}"
         for p in parts
-        if (key := (p.version, p.policy_fingerprint, p.plan_hash, p.count)) != identity
+        if (key := (p.version, p.policy_fingerprint, p.plan_hash, p.count, p.base)) != identity
     ]
     indices = [p.index for p in parts]
     problems += [f"chunk {i} of {first.count} is missing" for i in range(first.count) if i not in indices]

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from precision_kernels.operators import tensor_digest
+from precision_kernels.autograd.operators import tensor_digest
 from precision_kernels.reference.digest import flat_bytes
-from rllib_llm.engines.base import EngineError
+from rllib_llm.errors import EngineError
 from rllib_llm.models.causal_lm import CausalLM
-from rllib_llm.sync.packed import WeightSyncError, dtype_name, hash_tensors, seal
+from rllib_llm.sync.base import expected_specs
+from rllib_llm.sync.layout import nbytes
+from rllib_llm.sync.packed import WeightSyncError
 from rllib_llm.sync.topology import WeightTransportError
-from rllib_llm.sync.verify import TensorSpec, WeightManifest, WeightReceipt, hash_problems, verify_manifest
+from rllib_llm.sync.verify import ScaleRange, WeightManifest, WeightReceipt, hash_problems, verify_manifest
+from rllib_llm.weights.format import SCALE_SUFFIX, TensorSpec, dtype_name, hash_tensors, tensor_hash
 
 Batch = list[tuple[str, int, torch.Tensor]]
 """(name, first byte within that tensor, uint8 bytes): parts of tensors that can be read until the next batch."""
@@ -123,9 +126,13 @@ def _verify(incoming: Incoming, model: CausalLM) -> None:
     """The first reading: nothing is applied."""
     manifest = incoming.manifest
     try:
-        verify_manifest(manifest, model.weight_specs(), model.policy.fingerprint, model.plan.hash)
+        expected = expected_specs(model, manifest.base, manifest.version)
+        verify_manifest(manifest, expected, model.policy.fingerprint, model.plan.hash)
         incoming.agree("ready")
-        problems = hash_problems(_arriving_hashes(incoming, next(model.buffers()).device), manifest.hashes)
+        hashes, scales = _first_reading(incoming, next(model.buffers()).device)
+        problems = hash_problems(hashes, manifest.hashes)
+        allowed = ScaleRange.of(model.policy)
+        problems += [p for name, values in scales.items() for p in allowed.problems(name, values)]
         if problems:
             raise WeightSyncError(problems, manifest.version)
         incoming.agree("verified")
@@ -146,7 +153,7 @@ def _apply(
         begin()
         _copy(incoming, model)
         held = hash_tensors(dict(model.named_buffers()))
-        problems = hash_problems(held, manifest.hashes)
+        problems = hash_problems({name: held[name] for name in manifest.hashes}, manifest.hashes)
         if problems:
             raise MixedWeightsError(
                 "the engine holds other bytes than it verified: " + "; ".join(problems[:5])
@@ -165,18 +172,29 @@ def _apply(
     return held
 
 
-def _arriving_hashes(incoming: Incoming, device: torch.device) -> dict[str, str]:
-    """Hashes of all tensors of the manifest from one reading of the bytes, on `device`."""
+def _first_reading(
+    incoming: Incoming, device: torch.device
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """From one reading of the bytes: hashes of all tensors of the manifest, made on `device`, and all scales, fp32."""
     specs: Mapping[str, TensorSpec] = incoming.manifest.specs
     rows = {name: row for row, name in enumerate(specs)}
     lanes = torch.zeros(len(specs), 2, dtype=torch.int64, device=device)
+    scales = {
+        name: torch.empty(nbytes(spec), dtype=torch.uint8)
+        for name, spec in specs.items()
+        if name.endswith(SCALE_SUFFIX)
+    }
     for batch in incoming.batches():
         parts = tensor_digest([data.to(device) for _, _, data in batch], [start for _, start, _ in batch])
         lanes.index_add_(0, torch.tensor([rows[name] for name, _, _ in batch], device=device), parts)
-    return {
-        name: seal(pair, specs[name].dtype, specs[name].shape)
+        for name, start, data in batch:
+            if name in scales:
+                scales[name][start : start + data.numel()].copy_(data)
+    hashes = {
+        name: tensor_hash(pair, specs[name].dtype, specs[name].shape)
         for name, pair in zip(specs, lanes.tolist(), strict=True)
     }
+    return hashes, {name: data.view(torch.float32) for name, data in scales.items()}
 
 
 def _copy(incoming: Incoming, model: CausalLM) -> None:
@@ -185,7 +203,8 @@ def _copy(incoming: Incoming, model: CausalLM) -> None:
         for batch in incoming.batches():
             for name, start, data in batch:
                 _bytes_in_place(name, held[name])[start : start + data.numel()].copy_(data)
-    model.load_rollout_tensors(())  # what was derived from the old bytes is forgotten
+    # What was derived from the old bytes is forgotten.
+    model.load_rollout_tensors((), adapters_only=incoming.manifest.base is not None)
 
 
 def _bytes_in_place(name: str, buffer: torch.Tensor) -> torch.Tensor:

@@ -33,11 +33,11 @@ from rllib_llm.sync.channels import (
     open_group,
 )
 from rllib_llm.sync.layout import ALIGN, Piece, buckets, nbytes, used
-from rllib_llm.sync.packed import dtype_name
 from rllib_llm.sync.receiver import Batch, Incoming
 from rllib_llm.sync.rendezvous import Meeting, connect, own_address, serve
 from rllib_llm.sync.topology import STREAMED, Transport, WeightTransportError
 from rllib_llm.sync.verify import WeightManifest
+from rllib_llm.weights.format import dtype_name
 
 __all__ = ["BUCKET_BYTES", "Groups", "StreamIncoming", "StreamOffer", "WeightSender", "give_up"]
 

@@ -1,15 +1,16 @@
-"""One function for all engines: whatever road an update came by, verify it, apply it, say what is held."""
+"""One function for all engines: by whatever transport an update came, verify it, apply it, say what is held."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from rllib_llm.models.causal_lm import CausalLM
+from rllib_llm.sync.base import expected_specs
 from rllib_llm.sync.packed import WeightSyncError, WeightUpdate
 from rllib_llm.sync.receiver import Incoming, receive
 from rllib_llm.sync.stream import Groups, StreamIncoming, StreamOffer
 from rllib_llm.sync.topology import WeightTransportError
-from rllib_llm.sync.verify import WeightReceipt, verify_update
+from rllib_llm.sync.verify import ScaleRange, WeightReceipt, verify_update
 
 
 def take_update(
@@ -32,8 +33,11 @@ def take_update(
             raise WeightSyncError([str(error)], update.manifest.version) from error
     if isinstance(update, Incoming):
         return receive(update, model, begin, finish)
-    verify_update(update, model.weight_specs(), model.policy.fingerprint, model.plan.hash, device)
+    scales = ScaleRange.of(model.policy)
+    expected = expected_specs(model, update.base, update.version)
+    verify_update(update, expected, model.policy.fingerprint, model.plan.hash, device, scales)
     begin()
-    model.load_rollout_tensors((name, tensor.view()) for name, tensor in update.tensors.items())
+    tensors = ((name, tensor.view()) for name, tensor in update.tensors.items())
+    model.load_rollout_tensors(tensors, adapters_only=update.base is not None)
     finish(update.version)
     return WeightReceipt(update.version, model.policy.fingerprint, model.plan.hash, model.weight_hashes())

@@ -1,4 +1,4 @@
-"""By which road weights travel, decided from where the two processes are."""
+"""By which transport weights travel, decided from where the two processes are."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ from typing import Literal, get_args
 import torch
 import torch.distributed
 
-Transport = Literal["in_process", "cuda_ipc", "nccl", "gloo", "object_store"]
-WeightTransport = Literal["auto", "cuda_ipc", "nccl", "gloo", "object_store"]
-"""Values of the setting `rollout.weight_transport`.
+from rllib_llm.errors import RllibLLMError
+from rllib_llm.settings.groups import WeightTransport
 
-cuda_ipc: engine and learner compute on the same GPU; the engine's process reads the learner's buffer.
-nccl: on different GPUs, of one node or of several; a broadcast from the learner to all such engines.
-gloo: the same broadcast over TCP through host memory, for processes without a GPU or without NCCL.
-object_store: host memory and Ray's object store; works everywhere and needs a host copy of all weights.
-auto: `in_process` where both are one process, else the first of cuda_ipc, nccl, object_store that can be used.
-"""
+Transport = Literal["in_process", "cuda_ipc", "nccl", "gloo", "object_store"]
 STREAMED: tuple[Transport, ...] = ("cuda_ipc", "nccl", "gloo")
 """Transports on which bytes flow through a bounded buffer while both sides take part."""
 
 
-class WeightTransportError(RuntimeError):
+class WeightTransportError(RllibLLMError, RuntimeError):
     """A transport that cannot be used between two processes, or that broke."""
 
 

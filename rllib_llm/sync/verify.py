@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from rllib_llm.sync.packed import SCALE_SUFFIX, PackedTensor, WeightSyncError, WeightUpdate
+from precision_kernels.reference.quantise import block_scales
+from precision_policies import PrecisionPolicy
+from precision_policies.hashing import differing
+from rllib_llm.sync.packed import PackedTensor, WeightSyncError, WeightUpdate
+from rllib_llm.weights.base import base_hash, is_adapter
+from rllib_llm.weights.format import SCALE_SUFFIX, TensorSpec
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """dtype name (`rllib_llm.sync.packed.DTYPES`) and shape that a receiver expects under a name."""
+class ScaleRange:
+    """The scales that a policy's quantiser can make (`precision_kernels.reference.quantise`).
 
-    dtype: str
-    shape: tuple[int, ...]
+    Attributes:
+        smallest: the policy's scale floor.
+        largest: of a block that holds the compute dtype's largest number.
+        power_of_two: whether all are.
+    """
+
+    smallest: float
+    largest: float
+    power_of_two: bool
+
+    @classmethod
+    def of(cls, policy: PrecisionPolicy) -> ScaleRange:
+        largest = torch.tensor([torch.finfo(getattr(torch, policy.compute_dtype)).max], dtype=torch.float32)
+        scales = block_scales(torch.cat((torch.zeros(1), largest)), policy.scale_format, policy.scale_floor)
+        return cls(float(scales[0]), float(scales[1]), policy.scale_format == "ue8m0")
+
+    def problems(self, name: str, scales: torch.Tensor) -> list[str]:
+        """What no quantiser made among fp32 scales, one sentence; empty if nothing."""
+        wrong = ~((scales >= self.smallest) & (scales <= self.largest))  # NaN is wrong too
+        if self.power_of_two:
+            wrong |= torch.frexp(scales).mantissa != 0.5
+        if not bool(wrong.any()):
+            return []
+        first = float(scales[wrong].flatten()[0])
+        kind = "powers of two " if self.power_of_two else ""
+        return [
+            f"{name}: {int(wrong.sum())} of {scales.numel()} scales are none that the policy's quantiser makes (the "
+            f"first: {first!r}; it makes {kind}from {self.smallest:.6g} to {self.largest:.6g}): the sender's weights "
+            "are damaged, or quantised by something else"
+        ]
 
 
 @dataclass(frozen=True)
@@ -26,7 +59,8 @@ class WeightManifest:
         version: counts the learner's exports; samples carry it.
         policy_fingerprint, plan_hash: under which policy and plan the bytes were made.
         specs: name -> dtype and shape, in the order in which tensors are sent.
-        hashes: name -> hash (`rllib_llm.sync.packed.seal`), made by the sender.
+        hashes: name -> hash (`rllib_llm.weights.format.tensor_hash`), made by the sender.
+        base: of an update of adapters alone, the hash of the weights that they are on (`rllib_llm.sync.base`).
     """
 
     version: int
@@ -34,12 +68,21 @@ class WeightManifest:
     plan_hash: str
     specs: Mapping[str, TensorSpec]
     hashes: Mapping[str, str]
+    base: str | None = None
 
     @classmethod
     def of(cls, update: WeightUpdate) -> WeightManifest:
         """The manifest of an update whose bytes are at hand."""
         specs = {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in update.tensors.items()}
-        return cls(update.version, update.policy_fingerprint, update.plan_hash, specs, update.hashes)
+        return cls(
+            update.version, update.policy_fingerprint, update.plan_hash, specs, update.hashes, update.base
+        )
+
+    def of_adapters(self) -> WeightManifest:
+        """The part of it that is sent to an engine which holds the base already."""
+        specs = {name: spec for name, spec in self.specs.items() if is_adapter(name)}
+        hashes = {name: self.hashes[name] for name in specs}
+        return replace(self, specs=specs, hashes=hashes, base=base_hash(self.hashes))
 
 
 @dataclass(frozen=True)
@@ -58,15 +101,17 @@ def verify_update(
     policy_fingerprint: str,
     plan_hash: str,
     device: torch.device | str = "cpu",
+    scales: ScaleRange | None = None,
 ) -> None:
     """Compare an update with what the receiver needs, before any of it is applied.
 
     Args:
         device: where to hash the bytes.
+        scales: what scales may be; None looks at no values.
 
     Raises:
         WeightSyncError: lists all of `manifest_problems`, and: wrong number of bytes; bytes that do not have the hash
-            that the sender computed.
+            that the sender computed; scales that no quantiser makes.
     """
     manifest = WeightManifest.of(update)
     problems = manifest_problems(manifest, expected, policy_fingerprint, plan_hash)
@@ -74,7 +119,9 @@ def verify_update(
         tensor: PackedTensor = update.tensors[name]
         own = [f"{name}: {p}" for p in tensor.problems()]
         if not own and name in update.hashes and not _spec_problems(name, manifest, expected[name]):
-            own = hash_problems({name: tensor.hash(device)}, update.hashes)
+            own = hash_problems({name: tensor.hash(device)}, {name: update.hashes[name]})
+            if not own and scales is not None and name.endswith(SCALE_SUFFIX):
+                own = scales.problems(name, tensor.view())
         problems += own
     if problems:
         raise WeightSyncError(problems, update.version)
@@ -131,9 +178,9 @@ def manifest_problems(
 def hash_problems(found: Mapping[str, str], sent: Mapping[str, str]) -> list[str]:
     """Tensors whose bytes, as they arrived, do not have the hash that the sender computed."""
     return [
-        f"{name}: bytes hash to {digest[:16]}…, sent as {sent[name][:16]}…: damaged on the way"
-        for name, digest in found.items()
-        if digest != sent[name]
+        f"{name}: bytes hash to {arrived[:16]}…, sent as {announced[:16]}…: damaged on the way"
+        for name, (arrived, announced) in differing(found, sent).items()
+        if arrived is not None and announced is not None
     ]
 
 

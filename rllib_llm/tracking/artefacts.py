@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rllib_llm.settings.adapter import read_adapter
+from rllib_llm.settings.names import dotted
 from rllib_llm.tracking import entries
 
 
@@ -35,8 +37,8 @@ def trial_artefacts(config: Mapping[str, Any], searched: Mapping[str, Any]) -> T
     telling = {
         key: value for key, value in config.items() if key not in defaults or not _same(value, defaults[key])
     }
-    out.params = entries.params_of(telling)
-    out.params.update(entries.params_of(searched))
+    out.params = named_as_in_files(entries.params_of(telling))
+    out.params.update(named_as_in_files(entries.params_of(searched)))
     out.texts["config/trial.json"] = json.dumps(entries.jsonable(dict(config)), indent=1)
     for part in (_add_policy, _add_plan):
         try:
@@ -44,6 +46,16 @@ def trial_artefacts(config: Mapping[str, Any], searched: Mapping[str, Any]) -> T
         except Exception as error:  # a model or policy that cannot be read must not cost the run its record
             out.problems.append(f"{part.__name__.removeprefix('_add_')}: {type(error).__name__}: {error}")
     return out
+
+
+def named_as_in_files(params: Mapping[str, str]) -> dict[str, str]:
+    """Parameters with the name that a setting has in a YAML file where RLlib has another: `seed` is `run.seed`."""
+    return {_in_files(key): value for key, value in params.items()}
+
+
+def _in_files(key: str) -> str:
+    first, dot, rest = key.partition(".")
+    return f"{dotted(first)}{dot}{rest}"
 
 
 def _add_policy(config: Mapping[str, Any], out: TrialArtefacts) -> None:
@@ -56,13 +68,14 @@ def _add_policy(config: Mapping[str, Any], out: TrialArtefacts) -> None:
 
 
 def _add_plan(config: Mapping[str, Any], out: TrialArtefacts) -> None:
-    policy, path = _policy(config), (config.get("llm") or {}).get("path")
+    model = config.get("model") or {}
+    policy, path, adapter = _policy(config), model.get("path"), read_adapter(model)
     if policy is None or path is None:
         return
     from rllib_llm.models.paths import resolve_model_path
 
     model_config = json.loads((resolve_model_path(path) / "config.json").read_text(encoding="utf-8"))
-    plan = policy.resolve(model_config)
+    plan = policy.resolve(model_config, None if adapter is None else adapter.spec())
     out.tags["policy.plan_hash"] = plan.hash
     out.texts["policy/plan.json"] = json.dumps(plan.to_dict(), indent=1)
 
@@ -70,7 +83,7 @@ def _add_plan(config: Mapping[str, Any], out: TrialArtefacts) -> None:
 def _policy(config: Mapping[str, Any]) -> Any:
     from precision_policies import load_policy
 
-    chosen = (config.get("precision_config") or {}).get("policy")
+    chosen = (config.get("precision") or {}).get("policy")
     return None if chosen is None else load_policy(chosen)
 
 

@@ -37,6 +37,7 @@ class DeliveryReport:
 
     @property
     def complete(self) -> bool:
+        """Whether the store has everything."""
         return not self.refused and not self.undelivered
 
     def __str__(self) -> str:
@@ -72,6 +73,7 @@ class Delivery:
         self._delivered = 0
         self._spooled = 0
         self._refused: list[str] = []
+        self._refused_runs: set[str] = set()  # whose creation was refused: what belongs to them is spooled
         self._complained = False
         self._thread = threading.Thread(target=self._work, name="rllib-llm-tracking", daemon=True)
         self._thread.start()
@@ -120,6 +122,8 @@ class Delivery:
                 if self._closing:
                     return
                 numbered = self._waiting[0]
+            if self._waits_for_a_refused_run(numbered):
+                continue
             error = self._attempt(numbered[1])
             with self._changed:
                 if error is not None and not self._store.is_permanent(error):
@@ -130,6 +134,23 @@ class Delivery:
                     continue
                 pause = _FIRST_PAUSE_S
                 self._settle(numbered, error)
+
+    def _waits_for_a_refused_run(self, numbered: _Numbered) -> bool:
+        """Whether the operation belongs to a run that the store has refused to create. It is spooled then, as the
+        creation is: `tracking send` delivers both when the cause is gone.
+        """
+        op = numbered[1]
+        needed = op.payload.get("parent") if op.kind == "create" else op.run
+        with self._changed:
+            if needed not in self._refused_runs:
+                return False
+            if op.kind == "create":
+                self._refused_runs.add(op.run)
+            if self._waiting and self._waiting[0] is numbered:  # else `close` has spooled it
+                self._waiting.popleft()
+                self._write_spool([numbered])
+            self._changed.notify_all()
+            return True
 
     def _attempt(self, op: Operation) -> Exception | None:
         try:
@@ -142,9 +163,9 @@ class Delivery:
 
     def _settle(self, numbered: _Numbered, error: Exception | None) -> None:
         """Take the head off the queue (unless ``close`` has taken it) and count its fate. Called with the lock held."""
-        if self._waiting and self._waiting[0] is numbered:
+        op, is_ours = numbered[1], bool(self._waiting) and self._waiting[0] is numbered
+        if is_ours:
             self._waiting.popleft()
-        op = numbered[1]
         if error is None:
             self._delivered += 1
             if self._complained:
@@ -156,6 +177,10 @@ class Delivery:
             line = f"{op.kind} of run {op.run!r}: {_brief(error)}"
             self._refused.append(line)
             logger.warning("MLflow refused a write: %s", line)
+            if op.kind == "create":
+                self._refused_runs.add(op.run)
+                if is_ours:  # else `close` has spooled it
+                    self._write_spool([numbered])
         self._changed.notify_all()
 
     def _complain(self, error: Exception, pause: float) -> None:

@@ -89,8 +89,12 @@ def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def params_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """A nested config as parameter strings within MLflow's limits; a cut value ends in ``…``."""
-    return {key: cut(as_text(value), MAX_PARAM_VALUE) for key, value in clean_keys(flatten(config)).items()}
+    """A nested config as parameter strings within MLflow's limits; a cut value ends in ``…``.
+
+    A setting has its dotted name, ``train.lr``, also where a search names it ``train/lr``.
+    """
+    named = {key.replace("/", "."): value for key, value in flatten(config).items()}
+    return {key: cut(as_text(value), MAX_PARAM_VALUE) for key, value in clean_keys(named).items()}
 
 
 def as_text(value: Any) -> str:

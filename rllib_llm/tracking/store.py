@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rllib_llm.errors import InputError, RllibLLMError
 from rllib_llm.tracking import entries
 
 DEFAULT_STORE = "sqlite:///mlflow.db"
@@ -23,7 +24,7 @@ MLFLOW_DEFAULTS = {
 }
 
 
-class TrackingUnavailableError(RuntimeError):
+class TrackingUnavailableError(RllibLLMError, InputError, RuntimeError):
     """Tracking is switched on, and MLflow is not installed or knows no store of the address given."""
 
 
@@ -34,6 +35,7 @@ class Operation:
     run: our own name of the MLflow run ("experiment", or a Tune trial id); the store's id is known only once the
         server has answered.
     kind: "create" {name, parent, tags, start_ms} · "params" {key: value} · "tags" {key: value} ·
+        "inputs" {datasets: [{name, digest, source_type, source, context}]} ·
         "metrics" {step, time_ms, values} · "text" {file, text} · "table" {file, columns} · "file" {path, folder} ·
         "finish" {status, end_ms}.
     """
@@ -43,6 +45,7 @@ class Operation:
     payload: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data, as it is written to a file of unsent operations."""
         return asdict(self)
 
 
@@ -119,6 +122,18 @@ class MLflowStore:
         for chunk in entries.chunks(values.items(), entries.PARAMS_PER_BATCH):
             self._client().log_batch(run_id, tags=[RunTag(key, value) for key, value in chunk])
 
+    def _inputs(self, run_id: str, payload: dict[str, Any]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        datasets = [
+            DatasetInput(
+                Dataset(one["name"], one["digest"], one["source_type"], one["source"]),
+                [InputTag("mlflow.data.context", one["context"])],
+            )
+            for one in payload["datasets"]
+        ]
+        self._client().log_inputs(run_id, datasets=datasets)
+
     def _metrics(self, run_id: str, payload: dict[str, Any]) -> None:
         from mlflow.entities import Metric
 
@@ -172,11 +187,11 @@ def store_address(uri: str | None) -> str:
             f"tracking.uri = {address!r}: MLflow cannot use it ({str(error).strip().splitlines()[0][:300]}). Give a "
             "database (sqlite:///mlflow.db) or a server (http://host:port), or set tracking.enabled=false."
         ) from error
-    _require_place(address)
+    _require_writable_database(address)
     return address
 
 
-def _require_place(address: str) -> None:
+def _require_writable_database(address: str) -> None:
     if not address.startswith("sqlite:///"):
         return
     file = Path(address.removeprefix("sqlite:///").partition("?")[0])
@@ -220,11 +235,25 @@ def open_client(uri: str, registry_uri: str | None = None) -> Any:
 def resolve_uri(uri: str) -> str:
     """An absolute form of a store address: a relative sqlite file is taken from the current directory, now.
 
-    Tune's workers have other working directories, so a relative file would be another store in each process.
+    Tune's workers have other working directories, so a relative file would be another store in each process. What
+    follows a ``?`` in `uri` is SQLAlchemy's query and stays.
+
+    Raises:
+        TrackingUnavailableError: the path holds a ``?``, which a URL would take for its query and open another file, or
+            a ``%``, which MLflow decodes.
     """
-    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
-        return "sqlite:///" + str(Path(uri.removeprefix("sqlite:///")).absolute())
-    return uri
+    if not uri.startswith("sqlite:///"):
+        return uri
+    given, mark, query = uri.removeprefix("sqlite:///").partition("?")
+    path = str(Path(given).absolute())
+    wrong = [character for character in "?%" if character in path]
+    if wrong:
+        raise TrackingUnavailableError(
+            f"tracking.uri = {uri!r}: the database would lie at {path}, and an address cannot hold the character "
+            f"{' or '.join(map(repr, wrong))} of that path. Name a file in a directory without it, for example "
+            "sqlite:////absolute/path/mlflow.db, or set tracking.enabled=false."
+        )
+    return f"sqlite:///{path}{mark}{query}"
 
 
 def artifact_root(uri: str) -> str | None:

@@ -19,6 +19,8 @@ from benchmarks.long_answers.cell import ARMS, Cell, Settings
 from benchmarks.long_answers.sampler import Sample, generate
 from rllib_llm.models import build_model, save_pretrained
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SMALL = {"intermediate_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
 SETTINGS = Settings(steps=3, prompts=2, group=4, lr=1e-3, warmup_steps=0, micro_batch_tokens=100)

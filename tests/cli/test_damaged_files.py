@@ -4,25 +4,23 @@ import json
 
 import pytest
 
-from rllib_llm.algorithm.checkpoint import (
+from rllib_llm.on_disk.checkpoint import (
+    MANIFEST_FILE,
     METADATA_FILE,
-    SIZES_FILE,
     CheckpointError,
     read_metadata,
     verify_files,
 )
-from rllib_llm.directories import earlier_run_ids, find_checkpoint, only_here
-from rllib_llm.experiment import ExperimentError
-from rllib_llm.history import HistoryCallback, read_history
+from rllib_llm.on_disk.directories import earlier_run_ids, find_checkpoint, only_here
+from rllib_llm.on_disk.errors import DirectoryError
+from rllib_llm.tracking.history import HistoryCallback, read_history
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"run_ids": 3}', '{"run_ids": {"0": null}}', "{}"])
 def test_a_damaged_record_of_runs_is_named(tmp_path, text):
     """Going on with other MLflow runs than those that the user sees is for the user to decide."""
     (tmp_path / "tracking.json").write_text(text)
-    with pytest.raises(
-        ExperimentError, match=r"tracking\.json: 1 problem\n.*Delete it to go on in new MLflow runs"
-    ):
+    with pytest.raises(DirectoryError, match=r"tracking\.json: .*Delete it to go on in new MLflow runs"):
         earlier_run_ids(tmp_path)
 
 
@@ -39,7 +37,7 @@ def test_lines_of_a_curve_that_are_no_rows_are_passed_over(tmp_path):
 def test_a_directory_that_takes_no_lock_is_refused(tmp_path):
     """As a read-only one does, which root, who runs tests in containers, cannot have."""
     (tmp_path / ".lock").mkdir()
-    with pytest.raises(ExperimentError, match="cannot be worked in"), only_here(tmp_path):
+    with pytest.raises(DirectoryError, match="cannot be worked in"), only_here(tmp_path):
         pytest.fail("entered")
 
 
@@ -49,11 +47,11 @@ def test_a_checkpoint_with_damaged_metadata_is_none(tmp_path, metadata):
     checkpoint = tmp_path / "trial" / "checkpoint_000000"
     checkpoint.mkdir(parents=True)
     (checkpoint / METADATA_FILE).write_text(metadata)
-    with pytest.raises(ExperimentError, match="no complete checkpoint"):
+    with pytest.raises(DirectoryError, match="no complete checkpoint"):
         find_checkpoint(tmp_path)
     if "{}" not in metadata:
         with pytest.raises(CheckpointError, match=METADATA_FILE):
             read_metadata(str(checkpoint))
-    (checkpoint / SIZES_FILE).write_text(json.dumps(["no", "sizes"]))
-    with pytest.raises(CheckpointError, match="holds no sizes of files"):
+    (checkpoint / MANIFEST_FILE).write_text(json.dumps(["no", "files"]))
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST_FILE} cannot be read"):
         verify_files(str(checkpoint))

@@ -13,13 +13,15 @@ from ray import cloudpickle
 from safetensors.torch import load_file, save_file
 
 from rllib_llm.cli import main
-from rllib_llm.cli.commands import UsageError, _refuse_finished
+from rllib_llm.cli.commands import _refuse_finished
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
 from rllib_llm.cli.main import build_parser
-from rllib_llm.directories import new_directory
-from rllib_llm.experiment import Experiment, ExperimentError, RunSettings
-from rllib_llm.files import write_whole
+from rllib_llm.cli.parsing import UsageError
+from rllib_llm.experiment.errors import ExperimentError
+from rllib_llm.experiment.resume import new_directory
+from rllib_llm.experiment.sections import Experiment, RunSettings
 from rllib_llm.models.paths import resolve_model_path
+from rllib_llm.on_disk.atomic import write_whole
 
 
 def all_parsers(parser, path=()):
@@ -50,7 +52,7 @@ def test_every_command_has_help(capsys):
     [
         (["train", "no-such-config"], "no such file"),
         (["train"], "train needs a config"),
-        (["train", "quickstart", "train.lrr=1"], "Closest: train.lr (float)"),
+        (["train", "quickstart", "train.lrr=1"], "closest: train.lr (a number"),
         (["train", "quickstart", "precision=unified-fp9"], "unified-fp8"),
         (["train", "quickstart", "rollout.temperature=0"], "must be > 0"),
         (["train", "quickstart", "env.config.task=no_such_task"], "no_such_task"),
@@ -131,7 +133,7 @@ def test_lists_name_what_there_is(capsys):
         "smollm2",
         "local_model",
         "train.lr_decay",
-        "'cosine'",
+        "constant | linear | cosine",
         "jsonl_math",
         "reasoning_gym",
     ):

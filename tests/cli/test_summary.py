@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import select
 import struct
 import sys
 import termios
@@ -10,9 +11,9 @@ import termios
 import pytest
 
 from rllib_llm.cli.interrupt import Interrupt, RunStopper
-from rllib_llm.cli.progress import ProgressCallback, status_text
+from rllib_llm.cli.progress import ProgressCallback, span, status_text, time_left
 from rllib_llm.cli.summary import closing_table, reward_text
-from rllib_llm.history import HistoryCallback, read_history
+from rllib_llm.tracking.history import HistoryCallback, read_history
 
 
 def row(iteration, reward, largest=0.0, equal=1.0):
@@ -58,12 +59,26 @@ def test_table_shows_means_and_extremes():
     assert "r1" in text
 
 
-def test_held_out_reward_is_first_to_last_evaluation():
-    """Iterations without an evaluation do not count; a single one is called that."""
-    key = "evaluation/env_runners/episode_return_mean"
+def test_held_out_reward_is_from_before_training_to_the_last_evaluation():
+    """The row names both ends; iterations without an evaluation do not count; a single one is called that."""
+    key, start = (
+        "evaluation/env_runners/episode_return_mean",
+        "evaluation_at_start/env_runners/episode_return_mean",
+    )
     history = [row(1, 0.1), row(2, 0.1) | {key: 0.5}, row(3, 0.1), row(4, 0.1) | {key: 0.75}]
-    assert "held-out reward        0.500 → 0.750 (first → last of 2 evaluations)" in table(history)
-    assert "held-out reward        0.500 (one evaluation)" in table(history[:3])
+    assert "held-out reward        0.500 → 0.750 (iteration 2 → iteration 4)" in table(history)
+    assert "held-out reward        0.500 (iteration 2, the only evaluation)" in table(history[:3])
+    history[0] |= {start: 0.25}
+    assert "held-out reward        0.250 → 0.750 (before training → iteration 4)" in table(history)
+    assert "held-out reward        0.250 (before training, the only evaluation)" in table(history[:1])
+
+
+@pytest.mark.parametrize(("iterations", "said"), [(0, False), (1, True), (9, True), (10, False), (60, False)])
+def test_a_few_iterations_are_no_verdict(iterations, said):
+    """A run of fewer than ten iterations says that they are too few to tell whether it learns; a longer one not."""
+    assert (
+        "too few to tell whether it learns" in table([row(i + 1, 0.5) for i in range(iterations)])
+    ) == said
 
 
 def test_what_was_not_measured_is_said():
@@ -146,8 +161,54 @@ def test_a_terminal_shows_a_bar_with_reward_and_mismatch(size, monkeypatch):
             progress.on_trial_result(iteration, [], None, result)
         progress.close()
         terminal.flush()
-        drawn = os.read(reader, 65536).decode()
+        drawn = ""
+        while "reward 0.500" not in drawn and select.select([reader], [], [], 30.0)[0]:  # comes in pieces
+            drawn += os.read(reader, 65536).decode(errors="replace")
     os.close(reader)
     assert "25%" in drawn
     assert "2/4" in drawn
     assert "reward 0.500" in drawn
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"),
+    [
+        (0.0, "0"),
+        (0.4, "0"),
+        (87.2, "87"),
+        (999.4, "999"),
+        (999.6, "1.0k"),
+        (1000.0, "1.0k"),
+        (12345.0, "12.3k"),
+    ],
+)
+def test_slow_speeds_are_numbers(speed, text):
+    """Tokens per second are shown in thousands from 1000 on, and as they are below."""
+    assert status_text({"training_iteration": 1.0, "env_runners/tokens_per_s": speed}) == f"{text} tok/s"
+
+
+def test_the_status_line_shows_an_evaluation_where_there_was_one():
+    """Held-out rewards stand beside the training reward, the one before training named so."""
+    start = {"evaluation_at_start/env_runners/episode_return_mean": 0.25}
+    end = {"evaluation/env_runners/episode_return_mean": 0.75}
+    assert "reward 0.100 · held-out 0.250 before training · " in status_text(row(1, 0.1) | start)
+    assert "reward 0.100 · held-out 0.750 · " in status_text(row(9, 0.1) | end)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (89.0, "89 s"), (90.0, "2 min"), (3570, "1 h 00 min"), (3900.0, "1 h 05 min")],
+)
+def test_spans_of_time(seconds, text):
+    """Seconds up to a minute and a half, minutes up to an hour, then hours with minutes."""
+    assert span(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("first", "done", "left"),
+    [(1, 3, ", about 40 s left"), (1, 1, ""), (None, 3, ""), (1, 5, ""), (3, 4, ", about 40 s left")],
+)
+def test_time_left_is_at_the_rate_since_the_first_result(first, done, left, monkeypatch):
+    """40 s after the first result: at its rate, and nothing where there is no rate or nothing left."""
+    monkeypatch.setattr("time.monotonic", lambda: 140.0)
+    assert time_left(100.0, first, done, 5) == left

@@ -13,10 +13,13 @@ import pytest
 from mlflow import MlflowClient
 
 from rllib_llm.cli import main
-from rllib_llm.directories import find_checkpoint, only_here
-from rllib_llm.history import read_history
+from rllib_llm.on_disk.directories import find_checkpoint, only_here
+from rllib_llm.tracking.history import read_history
 
 EVALUATED = "evaluation/env_runners/episode_return_mean"
+EVALUATED_AT_START = "evaluation_at_start/env_runners/episode_return_mean"
+pytestmark = pytest.mark.ray
+
 SMALL = [
     "rollout.group_size=2",
     "rollout.prompts_per_iteration=2",
@@ -38,7 +41,7 @@ def interrupt_after(process, pattern):
         if re.search(pattern, line):
             os.killpg(process.pid, signal.SIGINT)
             break
-    rest_out, rest_err = process.communicate(timeout=240)
+    rest_out, rest_err = process.communicate(timeout=1200)
     return rest_out, "".join(seen) + rest_err
 
 
@@ -47,7 +50,10 @@ def interrupted(tmp_path_factory):
     """(directory of the experiment, stdout, stderr, exit status) of a run that got Ctrl-C after its first iteration."""
     place = tmp_path_factory.mktemp("interrupted")
     process = subprocess.Popen(
-        command("train", "quickstart", *SMALL, "run.iterations=1000", "run.checkpoint_every=1000"),
+        command(
+            *("train", "quickstart", *SMALL),
+            *("run.iterations=1000", "run.checkpoint_every=1000", "evaluation.interval=1000"),
+        ),
         cwd=place,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -70,6 +76,16 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_resume(interrupted):
     assert "MLflow run" in out
 
 
+def test_held_out_reward_is_measured_at_both_ends(interrupted):
+    """A run that is interrupted long before its first evaluation has one of before training and one of its end."""
+    directory, out, *_ = interrupted
+    history = read_history(directory)
+    assert [EVALUATED_AT_START in row for row in history] == [True] + [False] * (len(history) - 1)
+    assert [EVALUATED in row for row in history] == [False] * (len(history) - 1) + [True]
+    assert re.search(rf"held-out reward +[\d.]+ → [\d.]+ \(before training → iteration {len(history)}\)", out)
+    assert len(history) >= 10 or "too few to tell whether it learns" in out
+
+
 def test_resume_goes_on_where_it_stopped(ray_session, interrupted, capsys, monkeypatch):
     """A resumed run continues iteration count, curve and MLflow run, and ends with status 0."""
     directory, *_ = interrupted
@@ -83,9 +99,10 @@ def test_resume_goes_on_where_it_stopped(ray_session, interrupted, capsys, monke
     evaluated = [
         row["training_iteration"] for row in read_history(directory)[len(before) :] if EVALUATED in row
     ]
-    assert evaluated == [i for i in range(len(before) + 1, total + 1) if i % 2 == 0], (
-        "no evaluation is reported twice"
+    assert evaluated == [i for i in range(len(before) + 1, total + 1) if i % 2 == 0 or i == total], (
+        "no evaluation is reported twice, and the last iteration has one"
     )
+    assert not any(EVALUATED_AT_START in row for row in read_history(directory)[len(before) :])
     record = json.loads((directory / "tracking.json").read_text())
     client = MlflowClient(tracking_uri=record["tracking_uri"])
     curve = client.get_metric_history(record["run_ids"]["0"], "mismatch/max_abs")
@@ -129,7 +146,7 @@ def test_eval_reports_a_checkpoint(interrupted, capsys):
     assert "unified-fp8" in out
 
 
-@pytest.mark.parametrize("file", ["algorithm_state.pkl", "learner_group/learner/state.pkl"])
+@pytest.mark.parametrize("file", ["algorithm_state.json", "learner_group/learner/state.json"])
 def test_a_checkpoint_of_changed_bytes_is_not_evaluated(interrupted, file, tmp_path, capsys):
     """A file of the right size and other content ends with status 2, and says that the checkpoint is damaged."""
     checkpoint = shutil.copytree(find_checkpoint(interrupted[0]), tmp_path / "checkpoint_000000")
@@ -137,7 +154,7 @@ def test_a_checkpoint_of_changed_bytes_is_not_evaluated(interrupted, file, tmp_p
     content = (checkpoint / file).read_bytes()
     (checkpoint / file).write_bytes(b"\xd7" * len(content))
     assert main(["eval", str(checkpoint), "--prompts", "2"]) == 2
-    assert "cannot be restored (UnpicklingError" in capsys.readouterr().err
+    assert f"{file} has other bytes than were written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -189,5 +206,9 @@ def test_the_mlflow_run_tells_what_ran(interrupted):
     first = dict(zip(table["columns"], table["data"][0], strict=True))
     assert re.search(r"\d+a[+-]\d+", first["prompt"])
     assert first["iteration"] == 1
-    parent = client.get_run(record["run_ids"]["experiment"])
-    assert parent.data.params["precision/policy"] == "unified-fp8"
+    assert set(record["run_ids"]) == {"0"}, "one trial is one run"
+    run = client.get_run(run_id)
+    assert run.data.params["precision.policy"] == "unified-fp8"
+    assert client.get_metric_history(run_id, "at_a_glance/held_out_reward")[0].step == 0
+    assert {used.dataset.name for used in run.inputs.dataset_inputs} == {"reasoning_gym chain_sum"}
+    assert "of `tiny-chain` on `reasoning_gym chain_sum`" in run.data.tags["mlflow.note.content"]

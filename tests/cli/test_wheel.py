@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 # directory in the repository -> where its files lie in a wheel
 PLACES = {
@@ -23,7 +25,7 @@ PROBE = """
 import importlib, json, pkgutil
 from precision_policies import load_policy
 import precision_kernels, precision_policies, rllib_llm
-from rllib_llm.experiment_file import load_experiment
+from rllib_llm.experiment.file import load_experiment
 from rllib_llm.models.paths import resolve_model_path
 print(json.dumps({
     "files": [m.__file__ for m in (precision_kernels, precision_policies, rllib_llm)],

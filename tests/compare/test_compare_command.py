@@ -6,15 +6,18 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import ray
 from mlflow import MlflowClient
+from ray.exceptions import RayTaskError
 
 from precision_policies import load_policy
+from rllib_llm.algorithm.monitor import PrecisionHalt
 from rllib_llm.cli import main
 from rllib_llm.cli.main import build_parser
 from rllib_llm.cli.shell import command_line
 from rllib_llm.compare import CurveWriter, experiment, read_curves
-from rllib_llm.directories import only_here
-from rllib_llm.experiment_file import load_experiment
+from rllib_llm.experiment.file import load_experiment
+from rllib_llm.on_disk.directories import only_here
 
 SMALL = [
     "rollout.prompts_per_iteration=2",
@@ -125,22 +128,36 @@ def test_a_finished_comparison_may_be_resumed(resumed, capsys):
     assert len((directory / "curves.jsonl").read_text().splitlines()) == 6
 
 
+def as_ray_raises(error: Exception) -> Exception:
+    """What `ray.get` raises for an error of a remote method."""
+    return RayTaskError("train", "traceback", error).as_instanceof_cause()
+
+
 @pytest.mark.parametrize(
-    ("error", "status", "reason"),
+    ("error", "text", "status", "reason"),
     [
-        ("Traceback (most recent call last):\n  File x\nValueError: no\n", "failed", "ValueError: no"),
-        ("x.PrecisionHalt: the guard stopped\n  hint: one\n", "halted", "x.PrecisionHalt: the guard stopped"),
-        ("", "failed", "no error text"),
+        (ValueError("no"), "Traceback:\n  File x\nValueError: no\n", "failed", "ValueError: no"),
+        (PrecisionHalt("stopped"), "x.Halt: stopped\n  hint: one\n", "halted", "x.Halt: stopped"),
+        (ValueError("PrecisionHalt"), "ValueError: PrecisionHalt\n", "failed", "ValueError: PrecisionHalt"),
+        (None, "x.PrecisionHalt: of another program\n", "failed", "x.PrecisionHalt: of another program"),
+        (None, "", "failed", "no error text"),
     ],
 )
-def test_a_cell_that_an_error_ends_is_failed_or_halted(tmp_path, error, status, reason):
-    """The error's own line is the reason; the guard's halt is told from other errors."""
-    (tmp_path / "error.txt").write_text(error)
-    config = {"precision_config": {"policy": "bf16"}, "seed": 3}
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_cell_that_an_error_ends_is_failed_or_halted(tmp_path, error, text, status, reason, wrapped):
+    """The error's own line is the reason; the guard's halt is told from other errors by its class, not by its words."""
+    (tmp_path / "error.txt").write_text(text)
+    if error is not None:
+        error = as_ray_raises(error) if wrapped else error
+        (tmp_path / "error.pkl").write_bytes(ray.cloudpickle.dumps(error))
+    config = {"precision": {"policy": "bf16"}, "seed": 3}
     trial = SimpleNamespace(
-        config=config, error_file=str(tmp_path / "error.txt"), path=str(tmp_path / "cell")
+        config=config,
+        error_file=str(tmp_path / "error.txt"),
+        pickled_error_file=str(tmp_path / "error.pkl"),
+        path=str(tmp_path / "cell"),
     )
-    plan = experiment.Plan(load_experiment("quickstart"), (load_policy("bf16"),), (3,), 5)
+    plan = experiment.ComparisonPlan(load_experiment("quickstart"), (load_policy("bf16"),), (3,), 5)
     writer = CurveWriter(tmp_path)
     callback = experiment.CellCallback(plan, writer, SimpleNamespace(requested=False))
     callback.on_trial_start(1, [trial], trial)
@@ -174,7 +191,7 @@ def test_a_comparison_under_way_is_not_resumed_beside_itself(resumed, capsys):
     ("arguments", "text"),
     [
         (["quickstart"], "compare needs a config and policies"),
-        (["quickstart", "--policies", "bf16,bf16"], "policies: bf16 more than once"),
+        (["quickstart", "--policies", "bf16,bf16"], "policies = ['bf16']: more than once"),
         (["quickstart", "--policies", "bf17"], "bf17"),
         (["quickstart", "--policies", "bf16", "--seeds", "many"], "--seeds many"),
         (["quickstart", "--policies", "bf17,bf16,fp61"], "fp61"),

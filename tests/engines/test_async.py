@@ -14,6 +14,8 @@ from tests.engines import async_cases
 from tests.engines.cases import engine_of
 from tests.models.cases import make_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def learner() -> Any:
@@ -37,7 +39,7 @@ def test_aborted_requests_disturb_no_other(engine: Any) -> None:
     async_cases.check_abort(engine)
 
 
-def test_what_would_mix_versions_or_laws_is_refused(engine: Any, learner: Any) -> None:
+def test_what_would_mix_versions_or_distributions_is_refused(engine: Any, learner: Any) -> None:
     """Nothing changes under a pending request."""
     async_cases.check_refusals(engine, export_weights(learner, 2))
 
@@ -65,7 +67,7 @@ def test_a_failure_loses_the_requests_and_not_the_engine(engine: Any, learner: A
     engine.model.get_buffer("model.norm.weight").fill_(np.inf)
     engine.submit([[5], [6]], async_cases.PARAMS)
     with pytest.raises(EngineError, match="not finite"):
-        engine.collect(10.0)
+        engine.collect(async_cases.HOURS)
     assert engine.pending == 0
     engine.update_weights(good)
     assert len(engine.generate([[5]], async_cases.PARAMS)[0]) == 2

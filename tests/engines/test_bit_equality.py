@@ -15,6 +15,8 @@ from rllib_llm.sync.export import export_weights
 from tests.engines.cases import engine_of
 from tests.models.cases import CONFIGS, make_model, random_sequences
 
+pytestmark = pytest.mark.slow
+
 PROMPT_LENGTHS = (1, 3, 17, 64, 129, 5)
 UNIFIED = ("unified-fp8", "bf16")
 
@@ -99,11 +101,11 @@ def test_a_policy_keeps_the_promise_of_exactly_on_policy(policy):
 
 
 @pytest.mark.parametrize("policy", UNIFIED)
-def test_mismatch_is_zero_for_every_sampling_law(policy):
+def test_mismatch_is_zero_for_every_sampling_distribution(policy):
     """Temperature, top-k, top-p, a minimum length: the learner recomputes exactly the distribution sampled from."""
     model, engine = make_pair("qwen3", policy)
     prompts = random_sequences((4, 20), model.architecture.vocab)
-    for law in (
+    for sampling in (
         {"temperature": 0.7},
         {"temperature": 1.3, "top_k": 12},
         {"top_p": 0.8},
@@ -111,7 +113,7 @@ def test_mismatch_is_zero_for_every_sampling_law(policy):
         {"temperature": 0.0},
         {"min_tokens": 10, "stop_token_ids": tuple(range(3, 60))},
     ):
-        params = SamplingParams(n=4, max_tokens=16, seed=1, **law)
+        params = SamplingParams(n=4, max_tokens=16, seed=1, **sampling)
         results = engine.generate(prompts, params)
         assert_bit_equal(sampled(results), rescored(model, prompts, results, params))
 

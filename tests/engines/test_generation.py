@@ -12,6 +12,8 @@ from rllib_llm.sync.export import export_weights
 from tests.engines.cases import VOCAB, engine_of, ids_of
 from tests.models.cases import CONFIGS, make_model, random_sequences
 
+pytestmark = pytest.mark.slow
+
 
 def test_shapes_dtypes_and_lengths(engine):
     """n completions per prompt, int64 ids, float32 log-probs <= 0 of the same length, "length" at max_tokens."""

@@ -40,7 +40,7 @@ def unstopped(engine, prompts, length):
 def make_engine_with_eos(engine, eos):
     other = make_engine("torch", engine.model.config, engine.policy, eos_token_id=eos)
     other.model.load_rollout_tensors(list(engine.model.named_buffers()))
-    other._version = 1
+    other._state.version = 1
     return other
 
 

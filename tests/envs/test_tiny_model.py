@@ -15,6 +15,8 @@ import pytest
 
 from rllib_llm.envs import make_env
 
+pytestmark = pytest.mark.slow
+
 ASSET = Path(str(files("rllib_llm.assets"))) / "tiny-chain"
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "make_tiny_model.py"
 
@@ -71,7 +73,7 @@ def test_model_has_the_promised_shape():
 
 
 def test_shipped_model_is_right_about_half_of_the_time(tokenizer):
-    """At temperature 1 its pass@1 is the README's, within four standard errors of 128 samples: RL has room."""
+    """At temperature 1 its pass@1 is the README's, within four standard errors of 128 samples; RL can improve it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -103,7 +105,7 @@ def test_script_runs_from_nothing_to_a_loadable_model(tmp_path):
     """Two steps of training, saved and evaluated, in a fresh process."""
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--steps", "2", "--batch-size", "2"]
     result = subprocess.run(
-        [*command, "--eval-problems", "2"], capture_output=True, text=True, timeout=120, check=True
+        [*command, "--eval-problems", "2"], capture_output=True, text=True, timeout=1200, check=True
     )
     report = json.loads(result.stdout[result.stdout.index("{") :])
     assert report["n"] == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rllib_llm.experiment_file import load_experiment, shipped_experiments
+from rllib_llm.experiment.file import load_experiment, shipped_experiments
 
 ROOT = Path(__file__).resolve().parents[2]
 

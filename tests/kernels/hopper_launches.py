@@ -25,15 +25,20 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import precision_kernels.triton as kernels
+from precision_kernels.reference.adamw import AdamWStep
 from precision_kernels.reference.formats import ScaleFormat
 from precision_kernels.reference.layout import AttentionLayout
+from precision_kernels.reference.master import empty_low_half
+from precision_kernels.reference.moments import MOMENT_FORMATS, empty_moment
 from precision_kernels.triton import (
     activation,
     activation_codes,
+    adamw,
     attention,
     digest,
     hopper_attention,
     logprobs,
+    low_rank,
     matmul,
     norm,
     norm_columns,
@@ -60,6 +65,7 @@ class Hopper:
 
 
 MIXES_ROWS = (
+    "adamw._adamw_kernel",
     "activation_codes._gradients_kernel",
     "activation_codes._product_kernel",
     "matmul._block_fp8_kernel",
@@ -182,6 +188,16 @@ def vocabulary(logits: torch.Tensor) -> None:
         logprobs.log_softmax_backward(logits, logits, temperature)
 
 
+def optimiser(elements: int) -> None:
+    """Every format of weights and moments."""
+    step, shape = AdamWStep.of(1, 1e-3, (0.9, 0.99), 1e-8, 0.1), (elements,)
+    for format in MOMENT_FORMATS:
+        for dtype, split in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+            moments = (empty_moment(shape, format, square) for square in (False, True))
+            low_half = empty_low_half(shape) if split else None
+            adamw.adamw(torch.zeros(shape, dtype=dtype), low_half, torch.zeros(shape), *moments, step)
+
+
 def single_rows(x: torch.Tensor) -> None:
     """x [1, K]: the size that Triton would compile in."""
     quantisers(x, SCALES[:1])
@@ -216,11 +232,15 @@ def launch_all() -> None:
     products(torch.zeros(130, 192))
     single_rows(torch.zeros(1, 4096, dtype=torch.bfloat16))
     single_rows(torch.zeros(1, 190))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        low_rank.add_scaled(torch.zeros(130, 192, dtype=dtype), torch.zeros(130, 192), 2.0)
     norms(torch.zeros(4, 12288 + 4, dtype=torch.bfloat16))
     norms(torch.zeros(4, 14336, dtype=torch.float32))
     vocabulary(torch.zeros(4, 1000))
     vocabulary(torch.zeros(2048, 4096))
     digest.tensor_digest([torch.zeros(100)])
+    for elements in (1 << 16, 130, 1):
+        optimiser(elements)
 
 
 def defined() -> set[str]:

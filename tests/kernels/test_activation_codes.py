@@ -10,6 +10,8 @@ import torch
 from precision_kernels import reference
 from tests.edge_cases import VALUE_CASES, assert_same_bits, normal, value_case
 
+pytestmark = pytest.mark.slow
+
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 TRITON = importlib.import_module("precision_kernels.triton.activation_codes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from precision_kernels.attention_width import attention_width, widen_heads
+from precision_kernels.hopper.attention_width import attention_width, widen_heads
 from precision_kernels.reference import AttentionLayout, attention
 from tests.edge_cases import assert_same_bits, normal
 

@@ -11,6 +11,8 @@ import precision_kernels as pk
 from precision_kernels import LinearFormats, reference
 from tests.edge_cases import VALUE_CASES, assert_same_bits, normal, value_case
 
+pytestmark = pytest.mark.slow
+
 FP8 = LinearFormats("fp8", "fp8", "fp8", "fp8")
 GPU = torch.cuda.is_available()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,7 +35,7 @@ def test_outputs_and_gradients_are_those_of_a_written_norm(added, device):
         if coded:
             y, summed = pk.rms_norm_coded(x, residual if added else None, weight, EPS, operand)
             assert y.handle.isnan().all()
-            outputs = pk.linears(y.handle, ws, [None] * 2, FP8, joint, y.codes, remake=y.remake)
+            outputs = pk.linears(y.handle, ws, [None] * 2, FP8, joint, y.codes, recompute=y.recompute)
         else:
             if added:
                 y, summed = pk.add_rms_norm(x, residual, weight, EPS, operand)
@@ -56,7 +58,7 @@ def test_nothing_of_the_norm_is_kept_but_its_residual():
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y, summed = pk.rms_norm_coded(x, residual, weight, EPS, weight.detach().bfloat16())
-        pk.linears(y.handle, [w], [None], FP8, None, y.codes, remake=y.remake)
+        pk.linears(y.handle, [w], [None], FP8, None, y.codes, recompute=y.recompute)
     assert {t.data_ptr() for t in saved[3:]} == {t.data_ptr() for t in saved[:3]}
     assert saved[0].data_ptr() == summed.data_ptr()
     assert [t.numel() for t in saved[:3]] == [130 * 256, 256, 130]

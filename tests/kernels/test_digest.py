@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from precision_kernels.operators import tensor_digest
+from precision_kernels.autograd.operators import tensor_digest
 from precision_kernels.reference import digest
 from tests.edge_cases import generator, layouts, normal
 

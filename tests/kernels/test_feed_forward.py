@@ -21,31 +21,31 @@ def leaves(device: str, m: int) -> list[torch.Tensor]:
     return [t.requires_grad_() for t in (normal(m, H, 1).to(device, torch.bfloat16), *weights)]
 
 
-def apart(x, gate_w, up_w, down_w, formats, remake) -> torch.Tensor:
+def apart(x, gate_w, up_w, down_w, formats, recompute) -> torch.Tensor:
     """The block by `linears`, `silu_mul` and `linear`."""
     joint = pk.prepare_joint([gate_w, up_w], formats, torch.bfloat16)
-    gate, up = pk.linears(x, [gate_w, up_w], [None] * 2, formats, joint, remake=remake)
+    gate, up = pk.linears(x, [gate_w, up_w], [None] * 2, formats, joint, recompute=recompute)
     return pk.linear(pk.silu_mul(gate, up), down_w, None, formats)
 
 
-def together(x, gate_w, up_w, down_w, formats, remake) -> torch.Tensor:
+def together(x, gate_w, up_w, down_w, formats, recompute) -> torch.Tensor:
     """The block by `gated_feed_forward`."""
     joint = pk.prepare_joint([gate_w, up_w], formats, torch.bfloat16)
     down = pk.prepare_weight(down_w, formats, torch.bfloat16)
-    return pk.gated_feed_forward(x, [gate_w, up_w, down_w], joint, down, remake)
+    return pk.gated_feed_forward(x, [gate_w, up_w, down_w], joint, down, recompute)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
-@pytest.mark.parametrize("remade", [False, True])
-def test_one_function_has_the_bits_of_the_operators(device, scale_format, remade):
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_one_function_has_the_bits_of_the_operators(device, scale_format, recomputed):
     """Output, dx and all three weight gradients are equal, whether x is kept as codes or made again."""
     formats = LinearFormats("fp8", "fp8", "fp8", "fp8", scale_format)
     results = []
     for block in (apart, together):
         tensors = leaves(device, 130)
-        remake = pk.Remake.kept(tensors[0]) if remade else None
-        y = block(*tensors, formats, remake)
+        recompute = pk.Recompute.of_saved(tensors[0]) if recomputed else None
+        y = block(*tensors, formats, recompute)
         dy = normal(130, H, 9).to(device, torch.bfloat16)
         results.append((y, *torch.autograd.grad(y, tensors, dy)))
     for name, a, b in zip(("y", "dx", "dgate", "dup", "ddown"), *results, strict=True):
@@ -57,7 +57,7 @@ def test_nothing_of_the_product_is_kept_but_its_codes():
     tensors = leaves("cpu", 130)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        together(*tensors, FP8, pk.Remake.kept(tensors[0]))
+        together(*tensors, FP8, pk.Recompute.of_saved(tensors[0]))
     kinds = [(tuple(t.shape), t.dtype) for t in saved]
     assert kinds == [
         ((130, 2 * F), torch.bfloat16),

@@ -168,7 +168,7 @@ def test_bf16_pair_instructions_round_once(multiply):
     assert int(wrong) == 0
 
 
-def test_wide_norms_and_both_quantisers_take_the_packed_road():
+def test_wide_norms_and_both_quantisers_use_packed_arithmetic():
     """What these tests are about runs: bf16 matrices are packed, other inputs are not."""
     wide = importlib.import_module("precision_kernels.triton.wide_norm")
     tile = importlib.import_module("precision_kernels.triton.packed_quantise")

@@ -75,7 +75,7 @@ def language(request, monkeypatch):
 )
 def test_gradients_against_fp64(dim, heads, kv_heads, dtype):
     """Within 5e-3 (bf16) and 1e-3 (fp16) over all edges, and no further off than PyTorch's kernel is."""
-    from precision_kernels.flash_attention import torch_attention_backward
+    from precision_kernels.hopper.flash_attention import torch_attention_backward
 
     case = inputs(EDGES, heads, kv_heads, dim, dtype)
     expected = exact(*case[:4], EDGES)

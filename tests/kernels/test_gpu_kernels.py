@@ -95,7 +95,7 @@ def test_gemm_rows_do_not_depend_on_the_batch(n, k):
 @pytest.mark.parametrize("m", [128, 129, 300, 1024])
 def test_cublaslt_computes_the_weight_gradient(m):
     """cuBLASLt's product of 1x128 blocks agrees with the definition to 2^-11, repeats its bits, adds to an output."""
-    wgrad = importlib.import_module("precision_kernels.cublaslt").wgrad_fp8_matmul
+    wgrad = importlib.import_module("precision_kernels.hopper.cublaslt").wgrad_fp8_matmul
     x, _, dy = _operands(m, 384, 256)
     dc, xc = _op("quantise_columns")(dy), _op("quantise_columns")(x)
     expected = matmul.wgrad_fp8_matmul(dc, xc)
@@ -104,47 +104,6 @@ def test_cublaslt_computes_the_weight_gradient(m):
     assert _error(got, expected) < 2.0**-11
     assert_same_bits(wgrad(dc, xc), got, "repeated")
     assert _error(wgrad(dc, xc, main.clone()), expected + main) < 2.0**-11
-
-
-def test_grouped_gemm_is_the_gemm_of_each_expert():
-    """Rows routed to three experts in one call have the bits of one FP8 GEMM per expert; padding rows are skipped."""
-    grouped = importlib.import_module("precision_kernels.deepgemm").grouped_fp8_matmul
-    x, _, _ = _operands(640, 256, 512)
-    weights = [_op("quantise_weight")(normal(256, 512, seed).to(CUDA, torch.bfloat16)) for seed in (1, 2, 3)]
-    expert = torch.full((640,), -1, dtype=torch.int32, device=CUDA)
-    rows = {0: slice(0, 200), 1: slice(256, 384), 2: slice(384, 640)}
-    for index, part in rows.items():
-        expert[part] = index
-    codes = torch.stack([w.codes.view(torch.uint8) for w in weights]).view(torch.float8_e4m3fn)
-    scales = torch.stack([w.scales for w in weights])
-    out = grouped(_op("quantise_activation")(x), codes, scales, expert)
-    for index, part in rows.items():
-        alone = _op("block_fp8_matmul")(_op("quantise_activation")(x[part]), weights[index])
-        assert_same_bits(out[part], alone, f"expert {index}")
-
-
-def test_grouped_gradients_are_those_of_each_expert():
-    """dgrad and wgrad of three experts, one without rows, have the bits of one FP8 GEMM per expert."""
-    module = importlib.import_module("precision_kernels.deepgemm")
-    x, _, dy = _operands(512, 256, 384)
-    weights = [_op("quantise_weight")(normal(256, 384, seed).to(CUDA, torch.bfloat16)) for seed in (1, 2, 3)]
-    starts = [0, 256, 256, 512]
-    expert = torch.tensor([0] * 256 + [2] * 256, dtype=torch.int32, device=CUDA)
-    dy[200:256] = 0  # rows that pad an expert
-    codes = torch.stack([w.codes.view(torch.uint8) for w in weights]).view(torch.float8_e4m3fn)
-    scales = torch.stack([w.scales for w in weights])
-    rows, columns = _op("quantise_both")(dy)
-    dx = module.grouped_dgrad_fp8_matmul(rows, codes, scales, expert)
-    main = normal(3 * 256, 384, 7).to(CUDA).view(3, 256, 384)
-    dw = module.grouped_wgrad_fp8_matmul(columns, _op("quantise_columns")(x), starts, main.clone())
-    assert_same_bits(dw[1], main[1], "an expert without rows")
-    for index, part in ((0, slice(0, 256)), (2, slice(256, 512))):
-        d, dc = _op("quantise_both")(dy[part].clone())
-        assert_same_bits(dx[part], _op("dgrad_fp8_matmul")(d, weights[index]), f"dx of expert {index}")
-        alone = _op("wgrad_fp8_matmul")(dc, _op("quantise_columns")(x[part].clone()), main[index].clone())
-        assert_same_bits(dw[index], alone, f"dw of expert {index}")
-    with pytest.raises(ValueError, match="multiples of 128"):
-        module.grouped_wgrad_fp8_matmul(columns, columns, [0, 100, 512])
 
 
 def test_padding_of_wgrad_is_zero():

@@ -7,7 +7,7 @@ import torch
 
 import precision_kernels as pk
 from precision_kernels import LinearFormats, Quantised, reference
-from precision_kernels.linear import beside
+from precision_kernels.autograd.linear import joined_columns
 from tests.edge_cases import assert_same_bits, normal
 
 FP8 = LinearFormats("fp8", "fp8", "fp8", "fp8")
@@ -139,20 +139,20 @@ def test_codes_need_an_fp8_forward() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f.forward}-{f.wgrad}-{f.scale_format}")
 def test_an_input_made_again_gives_the_gradients_of_a_saved_one(formats: LinearFormats, device: str) -> None:
-    """With `Remake` every result has the same bits, and an fp8 wgrad keeps the tensors it names, no codes of x."""
+    """With `Recompute` every result has the same bits, and an fp8 wgrad keeps the tensors it names, no codes of x."""
     x, weights, _ = operands(device, 150)
     source, weight = x.clone(), normal(1, x.shape[1], 40)[0].bfloat16().to(device)
-    remake = pk.Remake(lambda rows, w: pk.rms_norm(rows, w, 1e-5), (source, weight))
+    recompute = pk.Recompute(lambda rows, w: pk.rms_norm(rows, w, 1e-5), (source, weight))
     dys = [normal(150, n, 20 + i).bfloat16().to(device) for i, n in enumerate(SIZES)]
     joint = pk.prepare_joint(weights, formats, torch.bfloat16)
     results, kept = [], []
-    for given in (None, remake):
+    for given in (None, recompute):
         leaves = [t.clone().requires_grad_() for t in (pk.rms_norm(source, weight, 1e-5), *weights)]
         saved: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, saved=saved: saved.append(t) or t, lambda t: t
         ):
-            outputs = pk.linears(leaves[0], leaves[1:], [None] * 3, formats, joint, remake=given)
+            outputs = pk.linears(leaves[0], leaves[1:], [None] * 3, formats, joint, recompute=given)
         results.append((*outputs, *torch.autograd.grad(outputs, leaves, dys)))
         kept.append(saved)
     for a, b in zip(*results, strict=True):
@@ -177,7 +177,7 @@ def test_gradients_of_rotated_heads_are_one_matrix(device: str) -> None:
         if together:
             outputs = pk.rotary_of_projections(q, k, v, positions, table)
             grads = torch.autograd.grad(outputs, (q, k, v), dys, retain_graph=True)
-            assert beside([g.flatten(1) for g in grads], sizes).data_ptr() == grads[0].data_ptr()
+            assert joined_columns([g.flatten(1) for g in grads], sizes).data_ptr() == grads[0].data_ptr()
         else:
             outputs = (*pk.rotary(q, k, positions, table), v.contiguous())
         results.append((*outputs, *torch.autograd.grad(outputs, whole, dys)))

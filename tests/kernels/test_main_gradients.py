@@ -1,4 +1,4 @@
-"""Weight gradients that the GEMM adds to ``.grad``: the sums of autograd, and its road wherever it listens."""
+"""Weight gradients that the GEMM adds to ``.grad``: the sums of autograd, and autograd itself wherever it listens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 import precision_kernels as pk
 from precision_kernels import LinearFormats
+from precision_kernels.autograd.weight_gradient import if_accumulating
 from tests.edge_cases import assert_same_bits, normal
 
 FP8 = LinearFormats("fp8", "fp8", "fp8", "fp8")
@@ -69,7 +70,7 @@ def test_the_second_micro_batch_writes_into_the_first_ones_gradient(monkeypatch)
     spy = dispatch.Implementation(
         "spy", "0", lambda dy, x, out=None: targets.append(out) or bound(dy, x, out)
     )
-    monkeypatch.setitem(dispatch._table("cpu"), "wgrad_fp8_matmul", spy)
+    monkeypatch.setitem(dispatch.table("cpu"), "wgrad_fp8_matmul", spy)
     backward(weights, 2)
     assert [w.grad.data_ptr() for w in weights] == places
     assert sorted(tuple(t.shape) for t in targets) == [(128, K), (sum(SIZES), K)]
@@ -106,7 +107,7 @@ def _frozen(weights):
 
 
 @pytest.mark.parametrize("change", [_hooked, _post_hooked, _scattered, _frozen])
-def test_listeners_and_gradients_apart_keep_autograds_road(change):
+def test_listeners_and_gradients_apart_go_through_autograd(change):
     """Hooks see every gradient, a frozen member stays without, gradients that lie apart are summed one by one."""
     results = []
     for marked in (True, False):
@@ -121,7 +122,7 @@ def test_listeners_and_gradients_apart_keep_autograds_road(change):
         assert_same_bits(a, b)
 
 
-def test_masters_below_fp32_keep_autograds_road():
+def test_masters_below_fp32_go_through_autograd():
     """A bf16 .grad is not written by the GEMM."""
     weights = parameters(dtype=torch.bfloat16)
     pk.accumulate_in_place(weights)
@@ -143,12 +144,12 @@ def _loaded(weights):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda w: [copy.copy(w[0])], lambda w: pickle.loads(pickle.dumps(w)), _loaded]
 )
-def test_copies_are_not_marked(copied):
+def test_copies_do_not_accumulate(copied):
     """Nobody promised anything about a copy, a pickled or a saved parameter."""
     weights = parameters()
     pk.accumulate_in_place(weights)
-    assert pk.weight_gradient.marked(weights[0]) is weights[0]
-    assert pk.weight_gradient.marked(copied(weights)[0]) is None
+    assert if_accumulating(weights[0]) is weights[0]
+    assert if_accumulating(copied(weights)[0]) is None
 
 
 @pytest.mark.parametrize("of", ["weights and x", "x", "backward(inputs=[x])"])

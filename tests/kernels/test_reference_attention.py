@@ -12,7 +12,7 @@ import torch
 
 import precision_kernels as pk
 from precision_kernels import AttentionLayout, reference
-from precision_kernels.reference.attention import _exact_block, prepare_keys_values
+from precision_kernels.reference.attention import exact_block, prepare_keys_values
 from precision_kernels.reference.layout import WorkUnit
 from tests.edge_cases import assert_same_bits, cancelling, generator, mirrored, normal
 
@@ -171,7 +171,7 @@ def test_value_sums_are_exact_where_everything_cancels() -> None:
     _, unit, exponent = prepare_keys_values(v, v)
     weights = mirrored(4, 128, torch.float32).abs().double() * exponent
     block = weights.clone()
-    product = _exact_block(block, unit)
+    product = exact_block(block, unit)
     assert float(((block - weights).abs() / weights.amax(-1, keepdim=True)).max()) <= 2.0**-23
     assert float((unit * exponent[:, None] - v.double()).abs().max() / v.abs().max()) <= 2.0**-23
     for i in range(4):

@@ -11,8 +11,8 @@ import torch
 
 import precision_kernels as pk
 from precision_kernels import LinearFormats, reference
+from precision_kernels.autograd.linear import DTYPES
 from precision_kernels.dispatch import observed
-from precision_kernels.linear import DTYPES
 from tests.edge_cases import assert_same_bits, normal, row_contexts
 
 FP8 = LinearFormats("fp8", "fp8", "fp8", "fp8")

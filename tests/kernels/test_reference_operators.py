@@ -49,6 +49,7 @@ def _parts(q: reference.Quantised) -> tuple[torch.Tensor, torch.Tensor]:
     return q.codes, q.scales
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROW_OPERATORS)
 def test_a_row_alone_equals_the_row_in_any_batch_and_layout(name: str, dtype: torch.dtype) -> None:

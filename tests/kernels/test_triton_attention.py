@@ -14,6 +14,8 @@ from precision_kernels.triton import attention as kernels
 from tests.edge_cases import assert_same_bits, normal
 from tests.kernels.triton_cases import DEVICE, GPU
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.float16, torch.bfloat16) if GPU else (torch.float16,)
 """The interpreter multiplies the bit patterns of bf16 matrices as integers."""
 EDGES = [1, 2, 31, 32, 33, 64, 97, 128, 129]

@@ -11,6 +11,8 @@ from precision_kernels.reference.formats import Quantised
 from tests.edge_cases import VALUE_CASES, assert_same_bits, normal, row_contexts, shapes, value_case
 from tests.kernels.triton_cases import DEVICE, DTYPES, GPU, REFERENCE, TRITON, check, on_device, same
 
+pytestmark = pytest.mark.slow
+
 SMALL = [(3, 192), (129, 64)]
 NORM_SHAPES = (
     shapes(full=True) if GPU else [(0, 64), (1, 1), (3, 192), (5, 576), (129, 64), (2, 4304), (1, 10944)]
@@ -100,14 +102,18 @@ def test_norm_backward(shape):
         expected = REFERENCE["norm"].rms_norm_backward(dy, x, weight, rstd, dresidual)
         arguments = on_device(dy, x, weight, rstd, dresidual)
         actual = TRITON["norm"].rms_norm_backward(*arguments)
-        again = TRITON["norm"].rms_norm_backward(*arguments)
+        again = (
+            TRITON["norm"].rms_norm_backward(*arguments) if GPU else actual
+        )  # an interpreter has one order
         for a, e, r in zip(actual, expected, again, strict=True):
             torch.testing.assert_close(a.cpu(), e, rtol=2e-5, atol=2e-5)
             assert_same_bits(r, a, "repeated")
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1024), (70, 1100), *([(8192, 4096), (33, 5120), (300, 8192)] if GPU else [])], ids=str
+    "shape",
+    [(1, 1024), (70 if GPU else 33, 1100), *([(8192, 4096), (33, 5120), (300, 8192)] if GPU else [])],
+    ids=str,
 )
 def test_backward_of_wide_rows(shape):
     """Packed rows, gradients with a row stride too: dx is the definition's but for ties that the sum's order turns."""
@@ -123,9 +129,10 @@ def test_backward_of_wide_rows(shape):
         torch.testing.assert_close(dx, expected[0], rtol=2**-7, atol=1e-5)
         assert (dx != expected[0]).float().mean() < 1e-4
         torch.testing.assert_close(dweight, expected[1], rtol=2e-5, atol=2e-5 * shape[0] ** 0.5)
-        again = TRITON["norm"].rms_norm_backward(*arguments)
-        assert_same_bits(again[0], dx, "repeated")
-        assert_same_bits(again[1], dweight, "repeated")
+        if GPU:  # programs of a grid end in any order there; the interpreter has one order
+            again = TRITON["norm"].rms_norm_backward(*arguments)
+            assert_same_bits(again[0], dx, "repeated")
+            assert_same_bits(again[1], dweight, "repeated")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,6 +9,8 @@ from precision_kernels.triton import norm_columns
 from tests.edge_cases import VALUE_CASES, layouts, normal, shapes, value_case
 from tests.kernels.triton_cases import DEVICE, DTYPES, GPU, REFERENCE, TRITON, check, same
 
+pytestmark = pytest.mark.slow
+
 QUANTISERS = ("quantise_activation", "quantise_columns", "quantise_weight")
 SHAPES = shapes(full=GPU)
 
@@ -18,8 +20,10 @@ SHAPES = shapes(full=GPU)
 @pytest.mark.parametrize("name", QUANTISERS)
 def test_quantisers_on_values(name, case, scale_format):
     """Codes and scales are the definition's on every value case, for all three input dtypes."""
+    # The interpreter needs 30 ms per program: two blocks of the quantiser's own, of which one is ragged.
+    shape = (130, 192) if GPU else (17, 192) if name == "quantise_activation" else (130, 68)
     for dtype in DTYPES:
-        check("quantise", name, value_case(case, 130, 192, dtype), scale_format, what=f"{dtype}")
+        check("quantise", name, value_case(case, *shape, dtype), scale_format, what=f"{dtype}")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -62,7 +66,7 @@ def test_rows_beyond_the_matrix_are_zero_codes(name, rows):
     """A weight gradient reads whole blocks of 128 tokens: behind the last are zeros, not another kernel's NaN."""
     for seed in range(6 if GPU else 1):
         torch.manual_seed(seed)
-        for width in (64, 576):
+        for width in (64, 576) if GPU else (68,):  # what other kernels leave behind, a GPU has alone
             x = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
             x = x * torch.rand(
                 rows, 1, device=DEVICE, dtype=torch.bfloat16
@@ -82,7 +86,9 @@ def test_rows_beyond_the_matrix_are_zero_codes(name, rows):
 @pytest.mark.parametrize("case", VALUE_CASES)
 def test_both_directions_on_values(case):
     """One read gives the codes and scales of both quantisers on every value case; bf16 is packed, fp16 is not."""
-    shapes = [(130, 196), (128, 128), *([(4096, 4304), (300, 1000), (1024, 4096)] if GPU else [])]
+    shapes = [(130, 196), (128, 128), (4096, 4304), (300, 1000), (1024, 4096)] if GPU else [(130, 68)]
+    if case == "60 binary orders of magnitude":
+        shapes += [(130, 196), (128, 128)]
     for shape in shapes:
         check("quantise", "quantise_both", value_case(case, *shape, torch.bfloat16), "ue8m0", what=str(shape))
     if GPU or case == "NaN and infinities":

@@ -15,11 +15,11 @@ DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REFERENCE = {
     name: importlib.import_module(f"precision_kernels.reference.{name}")
-    for name in ("quantise", "norm", "fused", "activation", "rotary", "logprobs", "matmul")
+    for name in ("quantise", "norm", "fused", "activation", "rotary", "logprobs", "matmul", "low_rank")
 }
 TRITON = {
     name: importlib.import_module(f"precision_kernels.triton.{name}")
-    for name in ("quantise", "norm", "norm_rotary", "activation", "rotary", "logprobs", "matmul")
+    for name in ("quantise", "norm", "norm_rotary", "activation", "rotary", "logprobs", "matmul", "low_rank")
 }
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from rllib_llm.advantages import group_advantages, token_advantages
-from rllib_llm.corrections import Correction, correction_weights
 from rllib_llm.losses import LossInputs, informative_groups, make_loss
+from rllib_llm.losses.advantages import group_advantages
+from rllib_llm.losses.corrections import Correction, correction_weights
+from tests.losses.batches import token_advantages
 
 PROMPTS, LENGTH, VOCAB, GROUP = 4, 3, 6, 8
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from rllib_llm.losses import LossInputs
+from rllib_llm.losses.advantages import kl_to_go, moments, standardised
 
 
 @dataclass
@@ -84,3 +85,22 @@ def pack(batch: list[Response], extras: bool = True) -> LossInputs:
         entropy=column([r.entropy for r in batch]) if extras else None,
         correction_weights=column([r.weight for r in batch]) if extras else None,
     )
+
+
+def token_advantages(
+    rewards: torch.Tensor,
+    kl: torch.Tensor | None,
+    mask: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    kl_coeff: float,
+) -> torch.Tensor:
+    """REINFORCE++ with the KL in each token's reward, fp32 [T], normalised over the batch's trained tokens.
+
+    A'_t = R - beta sum_{u >= t, same response} KL_u, then (A' - mean) / (std + 1e-6) over all trained
+    tokens; 0 where mask is false. kl None (or kl_coeff 0): A'_t = R. This is the whole batch in one
+    process; a learner that holds a shard composes it from the same three functions, with `moments` summed over ranks.
+    """
+    value = rewards.double()[sequence_ids]
+    if kl is not None and kl_coeff:
+        value = value - kl_coeff * kl_to_go(kl, mask, sequence_ids, len(rewards))
+    return standardised(value, mask, moments(value, mask))

@@ -63,10 +63,10 @@ def _one(name: str, r: Response, kl: float, kind: str, entropy: float) -> tuple[
             "k2": (d * d / 2, -d),
             "k3": (math.exp(d) - 1 - d, 1 - math.exp(d)),
         }[kind]
-        term += kl * estimate - entropy * r.entropy[t]
-        term_slope += kl * estimate_slope
         scale = 1 / length if mean else 1.0
-        value += term * scale
-        grads[t] = term_slope * scale
+        # KL and entropy are nats per token whatever the policy term is divided by
+        nats = {"dapo": 1.0, "dr_grpo": MAX_TOKENS / length}.get(name, 1 / length)
+        value += term * scale + (kl * estimate - entropy * r.entropy[t]) * nats
+        grads[t] = term_slope * scale + kl * estimate_slope * nats
     units = {"dapo": float(length), "dr_grpo": float(MAX_TOKENS)}.get(name, 1.0)
     return value, grads, units

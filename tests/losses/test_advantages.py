@@ -8,17 +8,16 @@ import statistics
 import pytest
 import torch
 
-from rllib_llm.advantages import (
+from rllib_llm.losses import informative_groups, overlong_penalty
+from rllib_llm.losses.advantages import (
     ADVANTAGE_KINDS,
     group_advantages,
-    group_statistics,
     kl_to_go,
     moments,
-    rewards_with_kl,
     standardised,
-    token_advantages,
+    uninformative_groups,
 )
-from rllib_llm.losses import informative_groups, overlong_penalty
+from tests.losses.batches import token_advantages
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 2.0, 4.0])
 GROUPS = torch.tensor([5, 5, 5, 9, 9])
@@ -55,6 +54,69 @@ def test_equal_rewards_give_exactly_zero() -> None:
     assert group_advantages(torch.full((3,), 0.1), torch.zeros(3).long(), "reinforce++").tolist() == [0.0] * 3
 
 
+DENORMAL = 2.0**-149  # fp32's smallest number
+EQUAL = [
+    [DENORMAL, 0.0],
+    [1e-40, -1e-40],
+    [2.0**-126, 0.0],
+    [1e-30, 0.0],
+    [0.1 * 3, 0.3],
+    [0.1 + 0.2 - 0.3, 0.0],
+    [0.9 - 0.8 - 0.1, 0.0],
+    [1.0, 1.0 + 2.0**-23],
+    [1.0, 1.0 - 2.0**-24, 1.0],
+    [-7.3, -7.3 * (1 + 2.0**-23), -7.3, -7.3],
+    [1e30, 1e30 * (1 + 2.0**-23)],
+    [3.4e38, 3.4e38],
+    [-0.0, 0.0],
+    [0.1] * 7,
+]
+DIFFERENT = [
+    [1.0, 0.0],
+    [1.0, 1.0 + 1e-5],
+    [1e-5, 0.0],
+    [1e-6, -1e-6],
+    [1e30, 0.0],
+    [1e30, 1e30 * (1 + 1e-5)],
+    [1e38, -1e38],
+    [1000.0, 1000.01],
+    [1.0] * 63 + [1.0 + 1e-3],
+]
+
+
+def all_kinds(group: list[float], dtype: torch.dtype) -> dict[str, list[float]]:
+    """Advantages of a group, of each kind that there is; the tokens' for one-token answers."""
+    rewards, ids = torch.tensor(group, dtype=dtype), torch.arange(len(group))
+    made = {kind: group_advantages(rewards, torch.zeros_like(ids), kind) for kind in ADVANTAGE_KINDS}
+    made["tokens"] = token_advantages(rewards, None, torch.ones(len(group)), ids, 0.0)
+    return {kind: advantages.tolist() for kind, advantages in made.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("group", EQUAL, ids=str)
+def test_rewards_that_differ_by_rounding_are_equal(group: list[float], dtype: torch.dtype) -> None:
+    """Advantages of every kind are exactly 0, and the group counts as one that cannot teach, everywhere."""
+    for kind, advantages in all_kinds(group, dtype).items():
+        assert advantages == [0.0] * len(group), kind
+    rewards, ids = torch.tensor(group, dtype=dtype), torch.zeros(len(group), dtype=torch.int64)
+    assert uninformative_groups(rewards, ids) == 1
+    assert informative_groups(rewards, ids).resample == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("group", DIFFERENT, ids=lambda group: f"{group[0]}, {group[-1]}")
+def test_a_difference_beyond_rounding_is_kept(group: list[float], dtype: torch.dtype) -> None:
+    """No kind loses it, and the deviations are what the formulas say, whatever the scale."""
+    exact = torch.tensor(group, dtype=dtype).tolist()
+    deviation = statistics.stdev(exact)
+    for kind, advantages in all_kinds(group, dtype).items():
+        scale = {"dr_grpo": 1.0, "rloo": len(group) / (len(group) - 1)}.get(kind, 1 / (deviation + 1e-6))
+        assert statistics.stdev(advantages) == pytest.approx(deviation * scale, rel=1e-4), kind
+    rewards, ids = torch.tensor(group, dtype=dtype), torch.zeros(len(group), dtype=torch.int64)
+    assert uninformative_groups(rewards, ids) == 0
+    assert informative_groups(rewards, ids).resample == ()
+
+
 def test_a_group_that_lost_all_but_one_sample_gets_zero() -> None:
     """Failed samples are dropped before grouping; the survivor has nothing to be compared with."""
     for kind in ("grpo", "dr_grpo", "rloo"):
@@ -76,6 +138,8 @@ def test_bad_rewards_kinds_and_shapes_are_listed_together() -> None:
         group_advantages(torch.tensor([1.0, math.nan, math.inf]), torch.tensor([0, 0, 0]), "ppo")
     with pytest.raises(ValueError, match=r"\(3,\) and group_ids \(2,\)"):
         group_advantages(torch.zeros(3), torch.zeros(2).long())
+    with pytest.raises(ValueError, match=r"rewards at \[0\] \(1 in all\) are not finite in fp32"):
+        group_advantages(torch.tensor([1e200, 0.0], dtype=torch.float64), torch.zeros(2).long())
 
 
 def test_an_empty_batch_gives_no_advantages() -> None:
@@ -84,19 +148,10 @@ def test_an_empty_batch_gives_no_advantages() -> None:
         assert group_advantages(torch.zeros(0), torch.zeros(0).long(), kind).shape == (0,)
 
 
-def test_group_statistics_count_what_cannot_teach() -> None:
+def test_groups_that_cannot_teach_are_counted() -> None:
     """Groups: {1, 0} informative, {0.1, 0.1} not, {5} alone (also not)."""
-    got = group_statistics(torch.tensor([1.0, 0.0, 0.1, 0.1, 5.0]), torch.tensor([0, 0, 1, 1, 2]))
-    assert (got.num_groups, got.uninformative_groups, got.singleton_groups) == (3, 2, 1)
-
-
-def test_kl_in_the_reward_of_a_response() -> None:
-    """R - 0.1 (0.5 + 0.25) and R - 0.1 (1), the masked NaN not read."""
-    kl = torch.tensor([0.5, 0.25, math.nan, 1.0])
-    got = rewards_with_kl(
-        torch.tensor([1.0, 0.0]), kl, torch.tensor([1, 1, 0, 1]), torch.tensor([0, 0, 0, 1]), 0.1
-    )
-    assert got.tolist() == pytest.approx([0.925, -0.1])
+    rewards, ids = torch.tensor([1.0, 0.0, 0.1, 0.1, 5.0]), torch.tensor([0, 0, 1, 1, 2])
+    assert uninformative_groups(rewards, ids) == 2
 
 
 def test_kl_in_the_reward_of_each_token() -> None:

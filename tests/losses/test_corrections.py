@@ -7,12 +7,13 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_policies import schema
-from rllib_llm.corrections import KINDS, Correction, active_correction, correction_weights
+from rllib_llm.losses.corrections import KINDS, Correction, active_correction, correction_weights
 from tests.losses.batches import finite
+from tests.random_examples import examples
 
 BOUNDS = {
     "none": (None, None),
@@ -67,7 +68,7 @@ def test_on_policy_samples_are_never_corrected(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_weights_equal_a_plain_python_implementation(kind: str, data: st.DataObject) -> None:
     """Random log-ratios up to +-3, masks and lengths, with and without a veto."""
     lengths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -188,10 +189,10 @@ def test_nothing_to_correct() -> None:
 @pytest.mark.parametrize(
     ("correction", "named"),
     [
-        (Correction("tis"), r"correction.kind = 'tis': one of none, tis_token"),
-        (Correction("tis_token"), "correction.upper is None"),
+        (Correction("tis"), r"correction.kind = 'tis': no such kind -> use one of none, tis_token"),
+        (Correction("tis_token"), "correction.upper = None: kind tis_token needs this bound"),
         (Correction("tis_token", 0.5, 2.0), "correction.lower = 0.5: kind tis_token has no such bound"),
-        (Correction("icepop", 5.0, 0.5), "correction.lower = 5.0 must be < correction.upper = 0.5"),
+        (Correction("icepop", 5.0, 0.5), "correction.lower = 5.0: is not below upper 0.5"),
         (Correction("mis_token", -1.0, 0.0), r"(?s)lower = -1.0.*upper = 0.0"),
         (Correction("none", veto=-0.1), "correction.veto = -0.1"),
     ],

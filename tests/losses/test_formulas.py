@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rllib_llm.losses import LOSSES, make_loss
 from rllib_llm.losses.terms import kl_estimate
 from tests.losses import reference
 from tests.losses.batches import Response, batches, pack
+from tests.random_examples import examples
 
 NAMES = sorted(LOSSES)
 
@@ -69,7 +70,7 @@ def test_hand_worked_clip_fractions() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(batch=batches(), kl=st.sampled_from([0.0, 0.3]), kind=st.sampled_from(["k1", "k2", "k3"]))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_value_and_gradient_equal_the_float64_reference(
     name: str, batch: list[Response], kl: float, kind: str
 ) -> None:
@@ -100,7 +101,7 @@ def _near_a_bound(name: str, r: Response, low: float, high: float) -> bool:
 
 
 @given(d=st.floats(-5, 5), kind=st.sampled_from(["k1", "k2", "k3"]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_kl_estimators_equal_schulmans_formulas(d: float, kind: str) -> None:
     """k1 = -d, k2 = d^2/2, k3 = e^d - 1 - d with d = log ref - log policy."""
     logp = torch.tensor([-5.5], dtype=torch.float64)

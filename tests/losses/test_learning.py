@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.corrections import Correction
+from rllib_llm.losses.corrections import Correction
 from tests.losses.bandit import LENGTH, PROMPTS, VOCAB, expected_return, train
 
 SEEDS = (0, 1, 2)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from precision_kernels import Implementation, bind
-from precision_kernels.dispatch import _table
+from precision_kernels.dispatch import table
 from rllib_llm.engines import SamplingParams
 from rllib_llm.mismatch.localise import Localisation, compare_traces
 from rllib_llm.mismatch.workload import Workload, trace_learner, trace_rollout
@@ -20,7 +20,7 @@ LENGTHS = (1, 17, 5)
 @contextmanager
 def bound(operator: str, function: Callable[..., Any]) -> Iterator[None]:
     """Another implementation of one operator on the CPU, for one phase."""
-    before = _table("cpu")[operator]
+    before = table("cpu")[operator]
     bind(operator, "cpu", Implementation(f"tests.{operator}", "1", function))
     try:
         yield

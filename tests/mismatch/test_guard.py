@@ -8,7 +8,7 @@ import math
 import pytest
 
 from precision_policies import Attestation, schema
-from rllib_llm.guard import Evidence, Guard, changed_sides, hints
+from rllib_llm.mismatch.guard import Evidence, Guard, changed_sides, hints
 
 
 def spec(
@@ -151,20 +151,17 @@ def test_message_names_the_side_that_changed() -> None:
     assert "train and rollout/2" not in message
 
 
-def test_message_names_stale_and_foreign_weights() -> None:
-    """Receipts: runner 1 has an old version, runner 2 other bytes in one tensor, runner 3 what was sent."""
+def test_message_names_foreign_weights() -> None:
+    """Receipts: runners 1 and 3 hold what was sent, runner 2 other bytes in one tensor; more is no fault."""
     evidence = Evidence(
         sent={"a": "1", "b": "2"},
         held={
             "runner 1": {"a": "1", "b": "2"},
             "runner 2": {"a": "1", "b": "9"},
-            "runner 3": {"a": "1", "b": "2"},
+            "runner 3": {"a": "1", "b": "2", "c": "3"},
         },
-        sent_version=7,
-        held_versions={"runner 1": 6, "runner 2": 7, "runner 3": 7},
     )
     assert changed_sides({}, evidence) == [
-        "runner 1: STALE, holds weights version 6, sent was 7",
         "runner 2: holds OTHER BYTES than were sent for b",
     ]
     good = Evidence(sent={"a": "1"}, held={"runner 1": {"a": "1"}})

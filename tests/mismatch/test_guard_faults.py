@@ -14,8 +14,8 @@ import torch
 
 from precision_policies import load_policy
 from rllib_llm.engines import SamplingParams, make_engine
-from rllib_llm.guard import Evidence, Guard
 from rllib_llm.mismatch import first_difference, metrics, probe
+from rllib_llm.mismatch.guard import Evidence, Guard
 from rllib_llm.models import CausalLM, PackedBatch, build_model
 from rllib_llm.sync.export import export_weights
 from tests.models.cases import CONFIGS, make_model, random_sequences

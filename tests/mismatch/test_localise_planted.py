@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from precision_kernels import Implementation, Quantised, bind, reference
-from precision_kernels.dispatch import _table
+from precision_kernels.dispatch import table
 from rllib_llm.mismatch.localise import compare_traces
 from rllib_llm.mismatch.program import KINDS, Step, body, head
 from rllib_llm.mismatch.trace import Recorder, TraceError
@@ -49,7 +49,7 @@ class OneElement:
         bits[self.place] -= self.steps
 
     def __enter__(self) -> OneElement:
-        self.before = {operator: _table("cpu")[operator] for operator in KINDS}
+        self.before = {operator: table("cpu")[operator] for operator in KINDS}
         for operator in KINDS:
             bind(operator, "cpu", Implementation(f"tests.{operator}", "1", self.of(operator)))
         return self

@@ -7,11 +7,12 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rllib_llm.mismatch import METRICS, MismatchInputError, metrics, response_positions
 from rllib_llm.mismatch.registry import BUCKETED
+from tests.random_examples import examples
 
 NAMES = {m.name for m in METRICS}
 
@@ -84,7 +85,7 @@ def test_hand_worked_example() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_every_metric_equals_the_plain_python_definition(data: st.DataObject) -> None:
     """Random tokens, Delta from 1e-7 to 30 nats, random masks with NaN under them, any order of responses."""
     n = data.draw(st.integers(1, 12))
@@ -111,7 +112,7 @@ def test_every_metric_equals_the_plain_python_definition(data: st.DataObject) ->
 
 
 @given(seed=st.integers(0, 2**20), n=st.integers(2, 200))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_order_of_tokens_does_not_matter(seed: int, n: int) -> None:
     """A permutation of tokens (with their responses) changes nothing but the order of fp64 additions."""
     g = torch.Generator().manual_seed(seed)
@@ -259,7 +260,7 @@ def test_probability_buckets() -> None:
 
 
 @given(seed=st.integers(0, 2**20))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_buckets_add_up_to_the_whole(seed: int) -> None:
     """In every family, token-weighted bucket means give the overall means, and the largest max is the max."""
     g = torch.Generator().manual_seed(seed)

@@ -7,10 +7,11 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rllib_llm.mismatch import MismatchMonitor, metrics
+from tests.random_examples import examples
 
 
 def batch(seed: int, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,7 +24,7 @@ def batch(seed: int, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 @given(data=st.data(), seed=st.integers(0, 2**16))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_any_split_gives_the_metrics_of_the_whole(data: st.DataObject, seed: int) -> None:
     """Responses in any micro-batches on two merged monitors equal one call on everything, p99 and buckets
     too."""

@@ -21,7 +21,7 @@ def rows() -> list[list[str]]:
 
 
 def test_every_named_test_exists() -> None:
-    """Each `tests/file.py::test_name` of the page is a function of that file."""
+    """Each test that the page names is a function of that file."""
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)
     assert len(named) > 20
     functions = {

@@ -83,7 +83,11 @@ def fp32_policy_with_fp8_linears(backward: str) -> PrecisionPolicy:
 
 def make_model(kind: str, policy: Any, seed: int = 0, **options: Any) -> CausalLM:
     """A train-side model with random weights in which norms, biases and q/k norms matter."""
-    model = build_model(CONFIGS[kind](), policy, "train", **options)
+    return fill(build_model(CONFIGS[kind](), policy, "train", **options), seed)
+
+
+def fill(model: CausalLM, seed: int = 0) -> CausalLM:
+    """Random weights in which norms, biases and q/k norms matter."""
     model.initialise(seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

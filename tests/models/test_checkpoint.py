@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from rllib_llm.models import load_pretrained, save_pretrained
 from rllib_llm.models.paths import ModelPathError, resolve_model_path, shipped_models
-from rllib_llm.models.safetensor_files import INDEX_FILE, SINGLE_FILE, CheckpointError
+from rllib_llm.models.safetensor_files import INDEX_FILE, SINGLE_FILE, ModelFilesError
 from tests.models.cases import CONFIGS, make_model
 
 
@@ -98,7 +98,7 @@ def test_all_tensor_problems_are_listed(directory):
         tensors["model.embed_tokens.weight"] = torch.zeros(3, 4)
 
     edit(directory, change)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ModelFilesError) as caught:
         load_pretrained(directory, "bf16")
     message = str(caught.value)
     assert "3 tensor(s)" in message
@@ -112,14 +112,14 @@ def test_tied_config_accepts_a_repeated_head_but_not_another_one(directory):
     edit(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     load_pretrained(directory, "bf16")
     edit(directory, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
-    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+    with pytest.raises(ModelFilesError, match="tie_word_embeddings"):
         load_pretrained(directory, "bf16")
 
 
 def test_pickled_weights_are_not_read(directory):
     """A directory with only pytorch_model.bin is refused with the reason."""
     (directory / SINGLE_FILE).rename(directory / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickle"):
+    with pytest.raises(ModelFilesError, match="pickle"):
         load_pretrained(directory, "bf16")
 
 
@@ -127,15 +127,15 @@ def test_broken_files_are_named(directory):
     """A truncated file, an index that is no JSON, a missing shard, and a shard outside the directory are errors."""
     data = (directory / SINGLE_FILE).read_bytes()
     (directory / SINGLE_FILE).write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+    with pytest.raises(ModelFilesError, match="not a readable safetensors file"):
         load_pretrained(directory, "bf16")
     (directory / SINGLE_FILE).unlink()
     (directory / INDEX_FILE).write_text("nonsense")
-    with pytest.raises(CheckpointError, match="not an index"):
+    with pytest.raises(ModelFilesError, match="not an index"):
         load_pretrained(directory, "bf16")
     weight_map = {"a": "gone.safetensors", "b": "../config.json"}
     (directory / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ModelFilesError) as caught:
         load_pretrained(directory, "bf16")
     assert "gone.safetensors" in str(caught.value)
     assert "../config.json" in str(caught.value)

@@ -1,17 +1,15 @@
-import importlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from precision_kernels.dispatch import observed
 from rllib_llm.engines.factory import make_engine
 from rllib_llm.learner.weights import WeightSource
 from rllib_llm.models import PackedBatch, causal_lm
 from tests.models.cases import make_model, next_tokens, random_sequences
 
 
-def loss_and_gradients(model, batch, **law):
-    logp, entropy = model.token_logprobs(model(batch), next_tokens(batch), return_entropy=True, **law)
+def loss_and_gradients(model, batch, **sampling):
+    logp, entropy = model.token_logprobs(model(batch), next_tokens(batch), return_entropy=True, **sampling)
     model.zero_grad()
     (logp.sum() + 0.1 * entropy.sum()).backward()
     return logp.detach(), entropy.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -47,15 +45,15 @@ def test_gradient_checkpointing_keeps_fewer_tensors():
 
 
 @pytest.mark.parametrize(
-    "law", [{}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}], ids=["plain", "truncated"]
+    "sampling", [{}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}], ids=["plain", "truncated"]
 )
-def test_chunked_logits_change_no_logprob(law, monkeypatch):
+def test_chunked_logits_change_no_logprob(sampling, monkeypatch):
     """Log-probs and entropies taken in chunks of a few rows have the same bits; gradients differ by fp32 order only."""
     model = make_model("llama", "bf16")
     batch = PackedBatch.from_sequences(random_sequences((20, 31), 130))
-    logp, entropy, grads = loss_and_gradients(model, batch, **law)
+    logp, entropy, grads = loss_and_gradients(model, batch, **sampling)
     monkeypatch.setattr(causal_lm, "LOGITS_CHUNK_ELEMENTS", 130 * 7)
-    logp_chunked, entropy_chunked, grads_chunked = loss_and_gradients(model, batch, **law)
+    logp_chunked, entropy_chunked, grads_chunked = loss_and_gradients(model, batch, **sampling)
     assert torch.equal(logp, logp_chunked)
     assert torch.equal(entropy, entropy_chunked)
     for name, grad in grads.items():
@@ -104,20 +102,16 @@ def test_operands_follow_other_changes():
 
 
 @pytest.fixture
-def quantised_rows(monkeypatch):
+def quantised_rows():
     """Numbers of rows of the weights that are quantised."""
-    prepared_module = importlib.import_module("precision_kernels.prepared")
     rows = []
-    real = prepared_module.implementation
 
-    def counting(operator, device):
-        function = real(operator, device)
-        if operator != "quantise_weight":
-            return function
-        return lambda w, *rest: (rows.append(w.shape[0]), function(w, *rest))[1]
+    def observer(operator, _, arguments, __):
+        if operator == "quantise_weight":
+            rows.append(arguments[0].shape[0])
 
-    monkeypatch.setattr(prepared_module, "implementation", counting)
-    return rows
+    with observed(observer):
+        yield rows
 
 
 def test_weights_are_quantised_once_per_step(quantised_rows):
@@ -143,20 +137,13 @@ def test_a_push_reads_the_weights_three_times_and_quantises_them_once(quantised_
     model = make_model("qwen3", "unified-fp8")
     engine = make_engine("torch", model.config, "unified-fp8")
 
-    class Learner(WeightSource):
-        lm_module = SimpleNamespace(lm=model)
-        weights_version = 3
-
-        def compute_loss_for_module(self, **_):
-            raise NotImplementedError
-
-    learner = object.__new__(Learner)
-    receipt = engine.update_weights(learner.in_process_update(learner.weights_manifest()))
+    source = WeightSource(model, model.policy, torch.device("cpu"))
+    receipt = engine.update_weights(source.in_process_update(source.manifest(3)))
     assert dict(receipt.hashes) == engine.model.weight_hashes()
     assert sum(quantised_rows) == sum(r.shape[0] for r in model.plan.modules if r.train_forward == "fp8") > 0
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.data.mul_(2)  # not seen by autograd's counter
-    after = engine.update_weights(learner.in_process_update(learner.weights_manifest()))
+    after = engine.update_weights(source.in_process_update(source.manifest(4)))
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
     assert after.hashes[name] != receipt.hashes[name]
 

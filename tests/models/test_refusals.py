@@ -25,7 +25,7 @@ def test_all_unsupported_features_are_listed():
         "sliding_window": 4096,
         "layer_types": ["full_attention", "sliding_attention"],
         "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 4.0},
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "factor": 4.0},
     }
     message = refusal(values)
     for part in (
@@ -38,7 +38,7 @@ def test_all_unsupported_features_are_listed():
         "sliding_window=4096",
         "sliding_attention",
         "num_attention_heads=3 is not a multiple of num_key_value_heads=2",
-        "rope_type='yarn'",
+        "rope_type='longrope'",
     ):
         assert part in message, part
 
@@ -72,11 +72,17 @@ def test_older_rope_keys_are_understood():
 
 
 def test_sliding_window_matters_only_where_transformers_uses_it():
-    """Qwen configs carry a window that is off; switched on it is refused."""
-    Architecture.from_config(Qwen2Config(sliding_window=4096, use_sliding_window=False))
-    assert "sliding_window=4096" in refusal(
-        Qwen3Config(sliding_window=4096, use_sliding_window=True, num_hidden_layers=40, max_window_layers=2)
-    )
+    """Qwen configs carry a window that may be off; Llama has none; a window as long as the context hides nothing."""
+    on = {"sliding_window": 4096, "use_sliding_window": True, "num_hidden_layers": 3, "max_window_layers": 2}
+    assert Architecture.from_config(Qwen3Config(**on)).windows == (0, 0, 4096)
+    for off in (
+        {"use_sliding_window": False},
+        {"sliding_window": None},
+        {"max_window_layers": 3},
+        {"max_position_embeddings": 4096},
+    ):
+        assert Architecture.from_config(Qwen2Config(**on | off)).windows == ()
+    assert "sliding_window=4096" in refusal(LlamaConfig().to_dict() | {"sliding_window": 4096})
 
 
 def test_head_dim_defaults_follow_transformers():

@@ -75,7 +75,11 @@ def environment() -> str:
     for v in TABLE:
         where = f"{' and '.join(v.engines)} on {' and '.join(v.devices)}"
         shown = [f"`{v.value(policy)}`" for policy in values.values()]
-        rows.append(f"| `{v.name}` | {where} | {' | '.join(shown)} | {v.unset or 'a violation'} | {v.why} |")
+        unset = v.unset or "a violation"
+        if v.switches:
+            named = " and ".join(f"`{name} = {value}`" for name, value in v.switches)
+            unset = f"{unset}; with {named}: as wanted"
+        rows.append(f"| `{v.name}` | {where} | {' | '.join(shown)} | {unset} | {v.why} |")
     return "\n".join(rows)
 
 

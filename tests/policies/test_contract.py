@@ -18,9 +18,9 @@ from precision_policies import (
     PrecisionPolicy,
     compare_attestations,
     load_policy,
-    weight_receipt_violations,
 )
 from precision_policies.environment import UNSET
+from precision_policies.hashing import differing
 
 UNIFIED = load_policy("unified-fp8")
 MIXED = load_policy("mixed-bf16-fp8")
@@ -227,14 +227,35 @@ def test_errors_keep_their_violations_across_processes() -> None:
     assert again.violations == caught.value.violations
 
 
-def test_weight_receipts_report_missing_extra_and_changed_tensors() -> None:
-    """Every kind of difference between what was sent and what is held is listed; equal ones give none."""
-    sent = {"a": "1", "b": "2", "c": "3"}
-    assert weight_receipt_violations(sent, dict(sent)) == []
-    found = {
-        v.key: str(v)
-        for v in weight_receipt_violations(sent, {"a": "1", "b": "9", "d": "4"}, side="rollout/2")
+def test_differing_hashes_are_missing_extra_and_changed_ones() -> None:
+    """Every kind of difference between what was sent and what is held is named, sorted; equal ones are not."""
+    sent = {"c": "3", "b": "2", "a": "1"}
+    assert differing(sent, dict(sent)) == differing({}, {}) == {}
+    assert list(differing(sent, {"d": "4", "b": "9", "a": "1"}).items()) == [
+        ("b", ("2", "9")),
+        ("c", ("3", None)),
+        ("d", (None, "4")),
+    ]
+    assert differing({"a": ""}, {}) == {"a": ("", None)}
+
+
+@pytest.mark.parametrize("variable", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"])
+def test_switches_of_torch_stand_in_for_variables_that_are_not_set(variable: str) -> None:
+    """A process that states that TF32 is off in torch needs no variable for it; one that is set to 1 stays refused."""
+    whole = UNIFIED.environment("torch", "cuda")
+    without = {k: v for k, v in whole.items() if k != variable}
+    off = {
+        "torch.backends.cuda.matmul.fp32_precision": "ieee",
+        "torch.backends.cudnn.fp32_precision": "ieee",
     }
-    assert set(found) == {"weights.b", "weights.c", "weights.d"}
-    assert "rollout/2 holds 9" in found["weights.b"]
-    assert "<absent>" in found["weights.c"]
+
+    def stated(environment: dict[str, str]) -> Attestation:
+        return attest("train", engine="torch", device="cuda", environment=environment)
+
+    fine = attest("rollout", engine="torch", device="cuda", environment=whole)
+    compare_attestations(UNIFIED, stated(without | off), fine)
+    for switch in off:
+        for value in ({switch: "tf32"}, {}):
+            broken = {k: v for k, v in off.items() if k != switch} | value
+            assert f"train.environment.{variable}" in violations(UNIFIED, stated(without | broken), fine)
+    assert f"train.environment.{variable}" in violations(UNIFIED, stated(whole | off | {variable: "1"}), fine)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fnmatch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_policies.exempt import compile_pattern, resolve_patterns
+from tests.random_examples import examples
 
 PART = st.text("ab_1", min_size=1, max_size=3)
 NAME = st.lists(PART, min_size=1, max_size=5).map(".".join)
@@ -27,7 +28,7 @@ def by_recursion(pattern: list[str], name: list[str]) -> bool:
     return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and by_recursion(pattern[1:], name[1:])
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(PATTERN, NAME)
 def test_patterns_mean_what_is_stated(pattern: str, name: str) -> None:
     """'*' and '?' stay inside a part, '**' is any number of parts (a trailing one at least one)."""

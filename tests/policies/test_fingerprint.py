@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -10,10 +12,19 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from precision_policies import PolicyError, PrecisionOverrideWarning, available, from_yaml, load_policy
+from precision_policies import (
+    PolicyError,
+    PrecisionOverrideWarning,
+    available,
+    from_yaml,
+    load_policy,
+    schema,
+)
+from precision_policies.adapters import formats_of
 from precision_policies.coerce import hints, optional_part
 from precision_policies.policy import PrecisionPolicy
 from tests.policies.models import MOE_100_LAYERS, QWEN3_8B
@@ -35,7 +46,7 @@ def reported(python: str, environment: dict[str, str], folder: str | Path = ROOT
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=120,
+        timeout=1200,
         env={**os.environ, **environment},
         check=True,
     )
@@ -136,8 +147,8 @@ def leaves(cls: type, prefix: str = "") -> list[str]:
 
 CHANGES = {
     "operators": "scheme",
-    "master_dtype": "bfloat16",
-    "optimizer_state_dtype": "bfloat16",
+    "master_dtype": "split_float32",
+    "optimizer_state_dtype": "blockwise_8bit",
     "quantisation.scale_format": "ue8m0",
     "quantisation.scale_floor": 2.0**-90,
     "linear.rollout_forward": "bf16",
@@ -170,6 +181,11 @@ CHANGES = {
     "guard.patience": 4,
     "loss_scaling.initial": 2.0,
     "loss_scaling.growth_interval": 7,
+    "adapters.weight": "fp32",
+    "adapters.inner": "fp32",
+    "adapters.dgrad": "fp32",
+    "adapters.wgrad": "fp32",
+    "adapters.saved": "fp32",
 }
 # Not in CHANGES: keys with one value, keys bound to compute_dtype (test below), and what is no number.
 ONE_VALUE = {
@@ -188,6 +204,9 @@ ONE_VALUE = {
     "router.accumulation",
     "logprobs.dtype",
     "embedding.wgrad",
+    "adapters.accumulation",
+    "adapters.addition",
+    "adapters.gradient",
 }
 WITH_COMPUTE_DTYPE = {
     "compute_dtype",
@@ -231,6 +250,7 @@ def test_every_number_enters_the_fingerprint(key: str) -> None:
         "correction": {"kind": "mis_token", "upper": 2.0},
         "guard": {"tolerance": 0.5, "action": "warn"},
         "loss_scaling": {"initial": 4.0, "growth_interval": 9},
+        "adapters": dataclasses.asdict(formats_of("bfloat16")),
     }
     if key == "correction.kind":
         base["correction"] = {"kind": "tis_token", "upper": 2.0}
@@ -272,3 +292,16 @@ def test_all_shipped_fingerprints_differ() -> None:
     assert len({load_policy(name).fingerprint for name in available()}) == len(available())
     with pytest.raises(PolicyError):
         load_policy("unified")
+
+
+def test_every_format_of_the_optimizers_state_has_its_fingerprint() -> None:
+    """Masters and moments in other formats are other policies, all different; in FP32 they are the shipped ones."""
+    states = itertools.product(get_args(schema.MasterDtype), get_args(schema.MomentDtype))
+    made = {
+        (master, moments): load_policy(
+            {"extends": "unified-fp8", "master_dtype": master, "optimizer_state_dtype": moments}
+        ).fingerprint
+        for master, moments in states
+    }
+    assert len(set(made.values())) == 12
+    assert made["float32", "float32"] == load_policy("unified-fp8").fingerprint

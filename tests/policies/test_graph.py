@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from typing import Any
 
 import networkx
@@ -13,11 +12,17 @@ import pytest
 
 from precision_policies import PolicyError, available, load_policy
 from precision_policies.graph import forward_part, inference_graph, training_graph
-from precision_policies.graph_compare import compare, differing_edges, is_subgraph
+from precision_policies.graph_compare import compare, differing_edges
+from tests.counting import calls
 from tests.policies.models import FAMILIES, QWEN3_8B, small
 
 UNIFIED = load_policy("unified-fp8")
 L = "model.layers.0"
+
+
+def operators(graph: Any) -> dict[str, dict[str, Any]]:
+    """Name -> attributes of every operator."""
+    return dict(graph.nodes(data=True))
 
 
 def edge(graph: Any, source: str, target: str, tensor: str) -> tuple[str, str, str]:
@@ -33,8 +38,8 @@ def test_rollout_is_a_subgraph_exactly_where_formats_agree(name: str, family: st
     policy = load_policy(name)
     train, infer = training_graph(policy, small(family)), inference_graph(policy, small(family))
     same = name != "mixed-bf16-fp8"
-    assert is_subgraph(train, infer) is same
     assert (differing_edges(train, infer) == []) is same
+    assert not same or operators(infer).items() <= operators(forward_part(train)).items()
     for graph in (train, infer):
         assert networkx.is_directed_acyclic_graph(graph)
         for _, _, data in graph.edges(data=True):
@@ -116,21 +121,13 @@ def test_one_changed_label_is_found(attribute: str) -> None:
     infer.edges[source, target, "x"][attribute] = "planted"
     [found] = differing_edges(train, infer)
     assert (found.source, found.target, found.tensor) == (source, target, "x")
-    assert not is_subgraph(train, infer)
-
-
-def test_one_changed_operator_is_found() -> None:
-    """An operator of another kind at the same place makes it no subgraph."""
-    train, infer = training_graph(UNIFIED, small("llama")), inference_graph(UNIFIED, small("llama"))
-    infer.nodes[f"{L}.mlp.silu_mul"]["op"] = "gelu_mul"
-    assert not is_subgraph(train, infer)
 
 
 def test_exempt_layers_flow_in_bf16() -> None:
     """An exempt first layer has no quantiser on either side and is still a subgraph."""
     policy = load_policy({"extends": "unified-fp8", "exempt": {"first_layers": 1}})
     train, infer = training_graph(policy, small("llama")), inference_graph(policy, small("llama"))
-    assert is_subgraph(train, infer)
+    assert differing_edges(train, infer) == []
     quantised = {
         layer for _, d in train.nodes(data=True) if d["op"].startswith("quantise") for layer in [d["layer"]]
     }
@@ -146,11 +143,13 @@ def test_limits_and_sizes() -> None:
         training_graph(UNIFIED, QWEN3_8B, (36,))
 
 
-def test_a_36_layer_model_compares_in_seconds() -> None:
-    """Both graphs of 36 layers and their comparison take under three seconds of CPU."""
-    start = time.process_time()
+def test_the_work_of_a_comparison_is_linear_in_the_layers() -> None:
+    """Both graphs of 36 layers are equal; three more layers take the function calls that the three before took."""
     assert compare(UNIFIED, QWEN3_8B) == []
-    assert time.process_time() - start < 3.0
+    three, six, nine = (
+        calls(lambda n=n: compare(UNIFIED, {**QWEN3_8B, "num_hidden_layers": n})) for n in (3, 6, 9)
+    )
+    assert nine - six <= 1.02 * (six - three)
 
 
 def test_graphs_are_equal_in_another_process() -> None:

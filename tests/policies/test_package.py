@@ -92,7 +92,7 @@ def test_every_key_of_the_schema_has_a_description() -> None:
 
 
 def test_files_and_functions_are_short() -> None:
-    """House rule: files below 350 lines, functions below 40."""
+    """Files below 350 lines, functions below 40."""
     for path in PACKAGE.glob("*.py"):
         text = path.read_text()
         assert len(text.splitlines()) < 350, path.name

@@ -7,13 +7,14 @@ import pickle
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_policies import PrecisionPolicy, available, from_yaml, load_policy, schema
 from tests.policies.strategies import policies, section
+from tests.random_examples import examples
 
-CASES = settings(max_examples=60, deadline=None)
+CASES = examples(60)
 
 
 @CASES

@@ -58,6 +58,11 @@ def test_rules_still_run_beside_a_malformed_section() -> None:
 @pytest.mark.parametrize(
     ("changes", "key", "why"),
     [
+        (
+            {"extends": "fp16", "master_dtype": "split_float32"},
+            "master_dtype",
+            "compute_dtype is float16",
+        ),
         ({"linear": {"train_forward": "bf16", "rollout_forward": "bf16"}}, "linear.saved", "makes none"),
         (
             {"linear": {"train_forward": "fp16", "rollout_forward": "fp16"}},

@@ -23,7 +23,7 @@ class Trained:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, ray_session: Any) -> Trained:
     from rllib_llm import GRPOConfig
-    from rllib_llm.experiment_file import load_experiment
+    from rllib_llm.experiment.file import load_experiment
 
     config = (
         GRPOConfig()

@@ -11,12 +11,12 @@ from rllib_llm import GRPOConfig
 from rllib_llm.cli.main import main
 from rllib_llm.engines import make_engine
 from rllib_llm.engines.base import SamplingParams
-from rllib_llm.experiment import ExperimentError
-from rllib_llm.experiment_file import load_experiment
+from rllib_llm.experiment.errors import ExperimentError
+from rllib_llm.experiment.file import load_experiment
 from rllib_llm.models import resolve_model_path
 from rllib_llm.models.paths import ModelPathError
+from rllib_llm.on_disk.owner import OWNER_FILE, OtherPolicyError, OwnerFileError, owner_of
 from rllib_llm.registry.errors import RegistryError
-from rllib_llm.registry.owner import OWNER_FILE, OtherPolicyError, owner_of
 from rllib_llm.registry.reference import parse_reference
 
 
@@ -81,7 +81,7 @@ def test_an_experiment_starts_from_a_registered_model(store):
     overrides = ["model=models:/adder@best", f"tracking.uri={store.uri}"]
     experiment = load_experiment("quickstart", overrides)
     assert experiment.pinned().model.path == "models:/adder/1"
-    path = experiment.to_grpo_config().llm["path"]
+    path = experiment.to_grpo_config().model["path"]
     assert Path(path) == store.root() / "hf"
     assert resolve_model_path(path) == Path(path)
 
@@ -96,7 +96,7 @@ def test_an_experiment_under_another_policy_is_refused_once(store):
     assert "linear.rollout_forward" in problem
     assert "precision.allow_precision_change = true" in problem
     allowed = load_experiment("quickstart", [*overrides, "precision.allow_precision_change=true"])
-    assert allowed.to_grpo_config().llm["path"].endswith("hf")
+    assert allowed.to_grpo_config().model["path"].endswith("hf")
 
 
 def test_an_experiment_with_an_unknown_registered_model_says_so_once(store):
@@ -114,7 +114,7 @@ def test_a_grpo_config_pins_the_directory(registry_environment):
     """From Python, validate() replaces the reference by the directory that workers load."""
     config = GRPOConfig().precision("unified-fp8").model("models:/adder@best")
     config.validate()
-    assert config.llm["path"] == str(registry_environment.root() / "hf")
+    assert config.model["path"] == str(registry_environment.root() / "hf")
     with pytest.raises(ValueError, match=r"linear\.train_forward"):
         GRPOConfig().precision("mixed-bf16-fp8").model("models:/adder@best").validate()
 
@@ -123,7 +123,7 @@ def test_an_owner_file_that_was_edited_is_not_believed(copy):
     """Naming another policy in it does not give the directory away: the fingerprint no longer fits."""
     file = copy / "hf" / OWNER_FILE
     file.write_text(file.read_text().replace('"scale_format": "fp32"', '"scale_format": "ue8m0"'))
-    with pytest.raises(RegistryError, match="the file was changed"):
+    with pytest.raises(OwnerFileError, match="the file was changed"):
         make_engine("torch", str(copy / "hf"), "unified-fp8-ue8m0")
 
 

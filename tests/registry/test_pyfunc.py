@@ -11,8 +11,8 @@ import pytest
 from rllib_llm.engines import make_engine
 from rllib_llm.engines.base import SamplingParams
 from rllib_llm.models import load_tokenizer
+from rllib_llm.on_disk.owner import OtherPolicyError
 from rllib_llm.registry.errors import RegistryError
-from rllib_llm.registry.owner import OtherPolicyError
 from rllib_llm.registry.pyfunc import TextGenerator, prompts_of
 
 PROMPTS = ["1a+4b-0c+7=", "2a+2="]
@@ -102,7 +102,7 @@ def test_the_input_example_is_what_a_server_takes(model, store):
 
 
 def test_another_policy_is_refused_with_the_diff_unless_allowed(model):
-    """Given through `model_config`, the only road that MLflow offers."""
+    """Given through `model_config`, the only way that MLflow offers."""
     with pytest.raises(OtherPolicyError, match=r"model_config={'allow_other_policy': True}") as error:
         mlflow.pyfunc.load_model("models:/adder@best", model_config={"policy": "bf16"})
     assert "linear.rollout_forward" in str(error.value)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from precision_policies import load_policy
-from rllib_llm.algorithm.checkpoint import CheckpointError
 from rllib_llm.cli.main import main
+from rllib_llm.on_disk.checkpoint import CheckpointError, write_manifest
 from rllib_llm.registry.errors import RegistryError
 from rllib_llm.registry.manifest import Manifest
 from rllib_llm.registry.masters import load_masters, read_checkpoint
@@ -96,7 +96,7 @@ def test_the_model_page_says_where_the_model_comes_from(store, trained):
 
 
 def test_nothing_of_the_model_or_the_checkpoint_is_pickled(store, trained, tmp_path, monkeypatch):
-    """The artefacts hold no pickle, and registering a checkpoint does not read the pickles that RLlib put in it."""
+    """The artefacts hold no pickle, and registering a checkpoint does not read the pickle that RLlib insists on."""
     suffixes = {path.suffix for path in store.root().parents[1].rglob("*") if path.is_file()}
     assert suffixes <= {".json", ".yaml", ".txt", ".md", ".safetensors", ".jinja", ""}
 
@@ -189,13 +189,14 @@ def test_a_source_that_is_neither_path_nor_run_is_refused(store, capsys):
 def test_a_checkpoint_says_all_that_it_lacks(trained, tmp_path):
     """A base model that is gone and a policy that was edited are one message; --base-model mends the first."""
     path = Path(shutil.copytree(trained.path, tmp_path / "checkpoint_000000"))
-    (path / "rllib_llm_file_sizes.json").unlink()
     file = path / "rllib_checkpoint.json"
     metadata = json.loads(file.read_text())
     file.write_text(json.dumps(metadata | {"rllib_llm": metadata["rllib_llm"] | {"model": "/gone"}}))
+    write_manifest(str(path))
     assert read_checkpoint(path, "tiny-chain").base_model == "tiny-chain"
     metadata["rllib_llm"]["policy"]["quantisation"]["scale_format"] = "ue8m0"
     file.write_text(json.dumps(metadata | {"rllib_llm": metadata["rllib_llm"] | {"model": "/gone"}}))
+    write_manifest(str(path))
     with pytest.raises(CheckpointError, match="2 problem") as error:
         read_checkpoint(path)
     assert "the metadata was changed" in str(error.value)
@@ -212,7 +213,7 @@ def test_weights_that_do_not_fit_the_base_model_are_refused(trained, tmp_path):
     rounded = "model.layers.0.mlp.down_proj.weight"
     tensors[rounded] = tensors[rounded].bfloat16()
     save_file(tensors, path / WEIGHTS)
-    (path / "rllib_llm_file_sizes.json").unlink()
+    write_manifest(str(path))
     with pytest.raises(CheckpointError) as error:
         load_masters(read_checkpoint(path))
     for part in ("model.norm.weight: missing", "extra: not part of", "[2, 2]", f"{rounded}: torch.bfloat16"):
@@ -222,11 +223,11 @@ def test_weights_that_do_not_fit_the_base_model_are_refused(trained, tmp_path):
 def test_a_model_trained_from_a_registered_one_names_it(store, trained, tmp_path):
     """The lineage has the name and version of the base, not the directory that workers were handed."""
     path = Path(shutil.copytree(trained.path, tmp_path / "checkpoint_000000"))
-    (path / "rllib_llm_file_sizes.json").unlink()
     file = path / "rllib_checkpoint.json"
     metadata = json.loads(file.read_text())
     metadata["rllib_llm"]["model"] = str(store.root() / "hf")
     file.write_text(json.dumps(metadata))
+    write_manifest(str(path))
     made = register(str(path), "second", tracking_uri=store.uri)
     assert made.entry.tags["base_model"] == "models:/adder/1"
     assert made.manifest.lineage["base_directory"] == str(store.root() / "hf")

@@ -13,7 +13,7 @@ import pytest
 
 from rllib_llm.cli.main import main
 from rllib_llm.models import resolve_model_path
-from rllib_llm.registry.owner import owner_of
+from rllib_llm.on_disk.owner import owner_of
 
 
 @pytest.fixture
@@ -38,17 +38,19 @@ def server(tmp_path):
     )
     address = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
+        deadline = time.monotonic() + 600
+        while True:
             try:
-                urllib.request.urlopen(f"{address}/health", timeout=1)
+                urllib.request.urlopen(f"{address}/health", timeout=60)
                 break
             except OSError:
                 assert process.poll() is None, "the server ended"
+                assert time.monotonic() < deadline, "the server does not answer"
                 time.sleep(0.1)
         yield address
     finally:
         os.killpg(process.pid, 15)
-        process.wait(30)
+        process.wait(600)
 
 
 def test_artefacts_are_downloaded_once_and_verified(server, trained, tmp_path, monkeypatch, capsys):

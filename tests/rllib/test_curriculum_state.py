@@ -10,9 +10,9 @@ import pytest
 
 from rllib_llm import GRPO, GRPOConfig
 from rllib_llm import metric_names as names
-from rllib_llm.algorithm.checkpoint import CheckpointError
 from rllib_llm.algorithm.fleet import call_runners
-from rllib_llm.env_runner import Reply
+from rllib_llm.on_disk.checkpoint import CheckpointError
+from rllib_llm.rollout.env_runner import Reply
 
 Make = Callable[..., Any]
 MIXTURE = {

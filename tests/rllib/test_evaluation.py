@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rllib_llm import metric_names as names
 
@@ -33,6 +34,25 @@ def test_evaluation_is_greedy_on_the_other_split_and_leaves_training_alone(
         a[names.LEARNERS]["default_policy"][names.GRAD_NORM]
         == b[names.LEARNERS]["default_policy"][names.GRAD_NORM]
     )
+
+
+def test_an_evaluation_is_not_mixed_with_an_earlier_one(build: Make, toy_config: Make) -> None:
+    """Between two results RLlib averages what is measured twice: evaluate() reports the current weights alone."""
+    algo = build(toy_config(eval_temperature=1.0).evaluation(evaluation_duration=6))
+    before = algo.evaluate()[names.ENV_RUNNERS]
+    [changed] = algo.learner_group.foreach_learner(_forget_all)
+    assert changed.get()
+    algo.weights.learner_changed()
+    after = algo.evaluate()[names.ENV_RUNNERS]
+    assert before[names.TRUNCATED_SHARE] < after[names.TRUNCATED_SHARE] == 1.0
+
+
+def _forget_all(learner: Any) -> bool:
+    """All weights 0: any token is as likely as any other, so none of these answers ends."""
+    with torch.no_grad():
+        for parameter in learner.lm_module.lm.parameters():
+            parameter.mul_(0.0)
+    return True
 
 
 def test_sampled_evaluation(build: Make, toy_config: Make) -> None:

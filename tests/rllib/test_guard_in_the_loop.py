@@ -15,9 +15,9 @@ from rllib_llm import GRPO
 from rllib_llm import metric_names as names
 from rllib_llm.algorithm.fleet import call_runners
 from rllib_llm.algorithm.monitor import PrecisionHalt
-from rllib_llm.env_runner import Reply
 from rllib_llm.models import build_model
 from rllib_llm.models.checkpoint import load_pretrained
+from rllib_llm.rollout.env_runner import Reply
 from rllib_llm.sync.export import export_weights
 
 Make = Callable[..., Any]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_kernels import LinearFormats, linear
 from precision_kernels.dispatch import observed
 from rllib_llm.algorithm.sharding import assign_minibatches, balance, make_shards
-from rllib_llm.episode import TextEpisode
-from rllib_llm.learner.batch import MicroBatch, Shard, cut_by_tokens
-from rllib_llm.learner.digest import tensor_digest
+from rllib_llm.learner.digest import state_digest
 from rllib_llm.learner.gradients import Gradients
+from rllib_llm.learner.micro_batch import MicroBatch, Shard, cut_by_tokens
 from rllib_llm.learner.optimizer import LossScaler, PolicyAdamW, lr_factor
+from rllib_llm.rollout.episode import TextEpisode
+from tests.random_examples import examples
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -168,7 +169,7 @@ def test_lr_factor(step: int, decay: str, expected: float) -> None:
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 60))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_micro_batches_hold_every_row_once_and_keep_the_budget(lengths: list[int], budget: int) -> None:
     """First-fit decreasing loses no row and exceeds the budget only for a single row that is longer than it."""
     groups = cut_by_tokens(range(len(lengths)), lengths, budget)
@@ -177,7 +178,7 @@ def test_micro_batches_hold_every_row_once_and_keep_the_budget(lengths: list[int
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 200))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_packing_predicts_each_trained_token_from_the_one_before_it(lengths: list[int], budget: int) -> None:
     """Targets are the trained tokens, predict_at points at the token before each, and no token is lost."""
     episodes = episodes_of(lengths)
@@ -202,7 +203,7 @@ def test_packing_predicts_each_trained_token_from_the_one_before_it(lengths: lis
 
 
 @given(lengths=LENGTHS, parts=st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_shards_are_balanced_by_tokens(lengths: list[int], parts: int) -> None:
     """Every row is in one shard, and the heaviest has at most one longest row more than the lightest."""
     shards = balance(lengths, parts, [0] * len(lengths))
@@ -232,8 +233,8 @@ def test_an_empty_shard_keeps_its_dtypes() -> None:
 def test_digest_sees_values_order_names_and_dtypes() -> None:
     """Changing one bit, swapping two elements, renaming, or casting changes the digest."""
     base = {"w": torch.tensor([1.0, 2.0, 3.0])}
-    digest = tensor_digest(base)
-    assert tensor_digest({"w": base["w"].clone()}) == digest
+    digest = state_digest(base)
+    assert state_digest({"w": base["w"].clone()}) == digest
     others = [
         {"w": torch.tensor([1.0, 3.0, 2.0])},
         {"w": torch.tensor([1.0, 2.0, 3.0000002])},
@@ -242,7 +243,7 @@ def test_digest_sees_values_order_names_and_dtypes() -> None:
         {"w": base["w"].reshape(3, 1)},
         {"w": torch.tensor([1, 2, 3], dtype=torch.uint8)},
     ]
-    assert len({digest, *map(tensor_digest, others)}) == 7
+    assert len({digest, *map(state_digest, others)}) == 7
 
 
 def test_episode_refuses_arrays_of_different_length() -> None:

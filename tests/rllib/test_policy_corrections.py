@@ -65,3 +65,40 @@ def test_kl_as_reward_changes_the_update_only_once_the_policy_has_moved(
     assert plain[0][names.GRAD_NORM] == pytest.approx(shaped[0][names.GRAD_NORM], rel=1e-5)
     assert plain[2][names.GRAD_NORM] != pytest.approx(shaped[2][names.GRAD_NORM], rel=1e-3)
     assert shaped[2][names.KL_REFERENCE] > 0
+
+
+def test_a_divisor_of_kept_tokens_changes_nothing_when_all_are_kept(build: Make, toy_config: Make) -> None:
+    """A gate that keeps every answer gives the update without a correction, to the last bit, also of micro-batches."""
+
+    def norms(correction: dict[str, Any]) -> list[float]:
+        config = toy_config().training(correction=correction, num_epochs=2, micro_batch_tokens=64)
+        algo = build(config)
+        return [algo.train()[names.LEARNERS]["default_policy"][names.GRAD_NORM] for _ in range(2)]
+
+    gate = {"kind": "geometric_mask", "lower": 1e-6, "upper": 1e6}
+    assert norms({"kind": "none"}) == norms({"kind": "none", "gate": gate, "divisor": "kept"})
+
+
+def test_an_update_whose_every_answer_is_rejected_is_no_step(build: Make, toy_config: Make) -> None:
+    """Nothing kept: no division by zero and no step, and training goes on."""
+    gate = {"kind": "product_mask", "lower": 2.0, "upper": 3.0}
+    algo = build(toy_config().training(correction={"kind": "none", "gate": gate, "divisor": "kept"}))
+    for _ in range(2):
+        metrics = algo.train()[names.LEARNERS]["default_policy"]
+        assert metrics[names.NUM_OPTIMIZER_STEPS] == 0
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"kind": "none", "gate": {"kind": "icepop", "lower": 0.5, "upper": 2.0}},
+        {"kind": "none", "gate": {"kind": "geometric_mask", "lower": 2.0, "upper": 0.5}},
+        {"kind": "none", "gate": {"kind": "geometric_mask", "upper": 0.5}},
+        {"kind": "none", "gate": "geometric_mask"},
+        {"kind": "none", "divisor": "some"},
+    ],
+)
+def test_a_gate_that_is_none_is_refused(toy_config: Make, correction: dict[str, Any]) -> None:
+    """The message names the key of the gate or the divisor."""
+    with pytest.raises(ValueError, match=r"correction\.(gate|divisor)"):
+        toy_config().training(correction=correction).validate()

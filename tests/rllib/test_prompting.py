@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rllib_llm.envs.protocol import Prompt
-from rllib_llm.prompting import PromptEncoder
+from rllib_llm.rollout.prompting import PromptEncoder
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

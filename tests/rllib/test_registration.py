@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 HEADER = "import sys, rllib_llm\n"
 
 
@@ -20,6 +22,7 @@ def test_import_brings_neither_torch_nor_ray() -> None:
     )
 
 
+@pytest.mark.slow
 def test_name_is_known_when_rllib_is_imported_later() -> None:
     """After `import rllib_llm`, Tune finds "GRPO-LLM" whichever of the two is imported first."""
     later = (
@@ -35,8 +38,6 @@ def test_name_is_known_when_rllib_is_imported_later() -> None:
 
 def test_unknown_names_are_attribute_errors() -> None:
     """A misspelt public name lists the public names."""
-    import pytest
-
     import rllib_llm
 
     with pytest.raises(AttributeError, match="GRPOConfig"):

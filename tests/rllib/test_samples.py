@@ -101,7 +101,7 @@ def test_overlong_answers_are_punished(build: Make, toy_config: Make) -> None:
 def test_samples_of_other_weights_are_refused(build: Make) -> None:
     """Episodes of another weights version are left out, counted, and end the run when there is nothing else."""
     algo = build()
-    algo.env_runner.engine._version = 77
+    algo.env_runner.engine._state.version = 77
     result = algo.train()
     assert result[names.NUM_SAMPLES_REFUSED] == 16
     assert names.LEARNERS not in result

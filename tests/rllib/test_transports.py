@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,11 @@ import pytest
 
 from rllib_llm import metric_names as names
 from rllib_llm.algorithm.fleet import call_runners
-from rllib_llm.env_runner import Reply
+from rllib_llm.rollout.env_runner import Reply
 from rllib_llm.sync.topology import WeightTransportError
 
 Make = Callable[..., Any]
+HOURS = 8 * 3600.0
 
 
 def _held(runner: Any) -> Reply:
@@ -34,7 +34,7 @@ def test_a_broadcast_serves_all_runners_and_survives_the_death_of_one(
     """A remote learner and two env runners over gloo: mismatch 0, both hold what the learner has; when one dies in the
     middle of a push the other gets the weights at once, and the restarted one gets them too."""
     config = (
-        toy_config("unified-fp8", weight_transport="gloo")
+        toy_config("unified-fp8", weight_transport="gloo", push_timeout_s=HOURS)
         .learners(num_learners=1)
         .env_runners(num_env_runners=2)
     )
@@ -48,11 +48,8 @@ def test_a_broadcast_serves_all_runners_and_survives_the_death_of_one(
     assert {reply.value[0] for reply in held.values()} == {algo.weights.version}
     assert all(reply.value[1] == dict(algo.weights._sent.hashes) for reply in held.values())
     call_runners(algo.env_runner_group, _die_of_the_next_update, [1])
-    begin = time.monotonic()
-    algo.train()
-    assert time.monotonic() - begin < 30, "the push must not wait for the dead"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    algo.train()  # does not wait for the dead: HOURS are beyond the time limit of the test
+    while True:
         result = algo.train()
         held = call_runners(algo.env_runner_group, _held).answers
         if len(held) == 2:
@@ -72,12 +69,12 @@ def test_engines_sleep_while_the_learner_computes(build: Make) -> None:
         learn, engine = algo._learn, algo.env_runner.engine
 
         def watched(*arguments: Any, learn: Any = learn, engine: Any = engine) -> None:
-            seen.append(engine._asleep)
+            seen.append(engine._state.asleep)
             learn(*arguments)
 
         algo._learn = watched
         results[sleeping] = [algo.train() for _ in range(2)]
-        assert not engine._asleep
+        assert not engine._state.asleep
     assert seen == [False, False, True, True]
     for awake, slept in zip(results[False], results[True], strict=True):
         assert slept[names.MISMATCH]["max_abs"] == 0
@@ -95,7 +92,7 @@ def test_a_transport_that_cannot_be_used_is_refused_with_the_reason(build: Make)
 
 def test_a_local_engine_that_breaks_ends_the_push(build: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error before the engine has joined the push is raised at once; the learner does not wait for the engine."""
-    algo = build()
+    algo = build(push_timeout_s=HOURS)
     monkeypatch.setattr(
         "rllib_llm.algorithm.weight_sync.choose_transport", lambda *places: ("gloo", "planted")
     )
@@ -104,7 +101,5 @@ def test_a_local_engine_that_breaks_ends_the_push(build: Make, monkeypatch: pyte
         raise ZeroDivisionError("planted")
 
     algo.env_runner.engine.update_weights = broken
-    begin = time.monotonic()
     with pytest.raises(RuntimeError, match="planted"):
         algo.train()
-    assert time.monotonic() - begin < 30

@@ -15,25 +15,23 @@ Make = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def trials(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trials(ray_session: Any, toy_model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two trials by name, a grid over the policy's name, with checkpoints; a nested key set for both."""
-    request.getfixturevalue("ray_session")
     from ray import tune
 
-    toy_model = request.getfixturevalue("toy_model")
     return tune.run(
         "GRPO-LLM",
         config={
             "model": toy_model,
             "precision": tune.grid_search(["unified-fp8", "mixed-bf16-fp8"]),
             "env": "tests.rllib.toy:CopyDigit",
-            "rollout_config": {
+            "rollout": {
                 "group_size": 4,
                 "prompts_per_iteration": 4,
                 "max_new_tokens": tune.choice([3]),
             },
-            "rollout_config/temperature": 0.9,
-            "lr": 1e-3,
+            "rollout/temperature": tune.uniform(0.89, 0.91),
+            "train/lr": 1e-3,
         },
         stop={"training_iteration": 2},
         storage_path=str(tmp_path_factory.mktemp("tune")),
@@ -59,7 +57,8 @@ def test_a_tune_checkpoint_restores_outside_tune(trials: Any) -> None:
     [trial] = [t for t in trials.trials if t.last_result["precision_policy"] == "unified-fp8"]
     algo = GRPO.from_checkpoint(trial.checkpoint.path)
     try:
-        assert algo.settings.rollout.temperature == 0.9
+        drawn = trial.config["rollout/temperature"]
+        assert trial.config["rollout"]["temperature"] == algo.settings.rollout.temperature == drawn
         assert algo.next_prompt == 8
         result = algo.train()
         assert result["training_iteration"] == 3
@@ -85,13 +84,13 @@ def test_misspelt_keys_are_refused_before_a_trial_starts(
     """A wrong key in a Tune dict never trains with the default in silence."""
     from ray import tune
 
-    with pytest.raises(Exception, match="closest: 'temperature'"):
+    with pytest.raises(Exception, match=r"closest: rollout\.temperature"):
         tune.run(
             "GRPO-LLM",
             config={
                 "model": toy_model,
                 "env": "tests.rllib.toy:CopyDigit",
-                "rollout_config": {"temprature": 0.9},
+                "rollout": {"temprature": 0.9},
             },
             stop={"training_iteration": 1},
             storage_path=str(tmp_path),

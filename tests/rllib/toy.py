@@ -31,14 +31,15 @@ class CopyDigit:
     def step(self, completion: str) -> StepResult:
         if delay := self.config.get("delay_s"):
             time.sleep(delay)
+        while (gate := self.config.get("wait_for")) and not gate.exists():
+            time.sleep(0.01)
         if self.index in self.config.get("broken_rewards", ()):
             raise ZeroDivisionError("reward function")
         right = completion[:1] == self.digit
         alone = len(completion) == 1
         rewards = {"digit": float(right), "stop": float(alone)}
-        return StepResult(
-            0.6 * right + 0.3 * (right and alone) + 0.1 * (self.digit in completion), True, rewards=rewards
-        )
+        reward = 0.6 * right + 0.3 * (right and alone) + 0.1 * (self.digit in completion)
+        return StepResult(reward, True, rewards=rewards, info={"solved": right and alone})
 
 
 class AskTwice(CopyDigit):

@@ -1,4 +1,4 @@
-"""The road of weights follows from where learner and engine are, and can be asked for where it exists."""
+"""The transport of weights follows from where learner and engine are, and can be asked for where it exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import get_args
 
 import pytest
 
-from rllib_llm.sync.topology import Place, WeightTransport, WeightTransportError, choose_transport, place_of
+from rllib_llm.settings.groups import WeightTransport
+from rllib_llm.sync.topology import Place, WeightTransportError, choose_transport, place_of
 
 LEARNER = Place("host-a", 1, "cuda", "GPU-0", True, "learner")
 ENGINES = {
@@ -38,7 +39,7 @@ POSSIBLE = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_auto_takes_the_closest_road_that_exists(name: str) -> None:
+def test_auto_takes_the_closest_transport_that_exists(name: str) -> None:
     """Same process, same GPU, other GPU, no GPU: one transport each, with a reason for what was passed over."""
     transport, why = choose_transport(LEARNER, ENGINES[name])
     assert transport == CHOSEN[name]

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_llm.sync.packed import DTYPES, PackedTensor, WeightSyncError, WeightUpdate, hash_tensors
-from rllib_llm.sync.verify import TensorSpec, verify_update
+from rllib_llm.sync.packed import PackedTensor, WeightSyncError, WeightUpdate
+from rllib_llm.sync.verify import verify_update
+from rllib_llm.weights.format import DTYPES, TensorSpec, hash_tensors
 
 EDGE_SHAPES = [(1,), (1, 1), (128, 128), (192, 576), (3, 0), (130, 1)]
 

@@ -32,7 +32,12 @@ class Learner(Trainable):
         return {
             "env_runners": {"episode_return_mean": self.config["lr"] * self.done, "unlogged": float("nan")},
             "learners": {"default_policy": {"grad[norm]%": 2.0}},
-            "mismatch": {"k3": 10.0**-self.done, "max_abs": 0.0},
+            "mismatch": {
+                "k3": 10.0**-self.done,
+                "max_abs": 0.0,
+                "by_position": {"0-31": {"k3": 0.5, "num_tokens": 7}, "32-63": {"k3": 0.25, "num_tokens": 3}},
+            },
+            "perf": {"cpu_util_percent": 50.0},
             "samples": [{"prompt": "1+1=", "completion": "2", "reward": 1.0}],
         }
 
@@ -78,7 +83,9 @@ def grid(ray_session, uri, tmp_path_factory):
     )
     config = {
         "lr": tune.grid_search([1.0, 2.0]),
-        "precision_config": {"policy": "unified-fp8"},
+        "precision": {"policy": "unified-fp8"},
+        "env": "copy",
+        "env_config": {"task": "digits"},
         "note": "y" * 7000,
     }
     analysis = run(callback, directory, config)
@@ -92,7 +99,7 @@ def test_one_parent_and_a_nested_run_per_trial(grid):
     assert not callback.problems
     parent = client.get_run(callback.run_ids[EXPERIMENT_RUN])
     assert parent.info.status == "FINISHED"
-    assert parent.data.params == {"name": "g", "train/lr": "0.0001"}
+    assert parent.data.params == {"name": "g", "train.lr": "0.0001"}
     children = client.search_runs(
         [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
     )
@@ -104,6 +111,60 @@ def test_one_parent_and_a_nested_run_per_trial(grid):
         assert child.data.tags["team"] == "x"
     record = json.loads((directory / "exp" / "tracking.json").read_text())
     assert record["run_ids"] == callback.run_ids
+
+
+def test_the_parent_has_the_best_trials_numbers(grid):
+    """Reward, policy and count of trials stand in the parent's row of the list; trials are named by their search."""
+    callback, analysis, _, client = grid
+    parent = client.get_run(callback.run_ids[EXPERIMENT_RUN])
+    assert parent.data.metrics["at_a_glance/reward"] == 6.0
+    assert parent.data.metrics["counters/num_trials"] == 2
+    assert parent.data.tags["policy.name"] == "unified-fp8"
+    assert parent.data.tags["best.trial"] == "lr=2.0"
+    for trial in analysis.trials:
+        name = client.get_run(callback.run_id_of(trial.trial_id)).info.run_name
+        assert name == f"lr={trial.config['lr']}"
+
+
+def test_the_page_of_a_run_is_filled(grid):
+    """Headlines are the first group; bins are one table; task, description and load are there."""
+    callback, analysis, _, client = grid
+    best = max(analysis.trials, key=lambda trial: trial.config["lr"])
+    run = client.get_run(callback.run_id_of(best.trial_id))
+    groups = {key.partition("/")[0] for key in run.data.metrics}
+    assert min(groups) == "at_a_glance"
+    assert {key for key in run.data.metrics if key.startswith("at_a_glance/")} == {
+        f"at_a_glance/{name}" for name in ("reward", "mismatch_k3", "mismatch_max_abs")
+    }
+    assert run.data.metrics["system/cpu_utilization_percentage"] == 50.0
+    assert not [key for key in run.data.metrics if "by_position" in key]
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "bins.json")).read_text())
+    assert table["columns"] == ["iteration", "by", "bin", "k3", "num_tokens"]
+    assert [row[:4] for row in table["data"]] == [
+        [step, "mismatch by position", name, k3]
+        for step in (1, 2, 3)
+        for name, k3 in (("0-31", 0.5), ("32-63", 0.25))
+    ]
+    [used] = run.inputs.dataset_inputs
+    assert used.dataset.name == "copy digits"
+    assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "training")]
+    note = run.data.tags["mlflow.note.content"]
+    assert "on `copy digits` under precision policy `unified-fp8`." in note
+    assert "Reward **2.000 → 6.000** (iteration 1 → 3)." in note
+
+
+def test_bins_are_metrics_where_asked_for_and_one_trial_is_one_run(ray_session, uri, tmp_path):
+    """With `one_run` there is no parent and the run has the experiment's name and keys; `detail` writes each bin."""
+    callback = MLflowCallback(uri, "single", one_run=True, detail=True, experiment={"train": {"lr": 2.0}})
+    run(callback, tmp_path, {"lr": 2.0})
+    client = MlflowClient(tracking_uri=uri)
+    [found] = client.search_runs([client.get_experiment_by_name("single").experiment_id])
+    assert callback.report.complete
+    assert not callback.problems
+    assert callback.run_ids == {"0": found.info.run_id}
+    assert (found.info.run_name, found.info.status) == ("exp", "FINISHED")
+    assert found.data.params == {"train.lr": "2.0"}
+    assert found.data.metrics["mismatch/by_position/0-31/k3"] == 0.5
 
 
 def test_metrics_are_complete_and_hold_no_nan(grid):

@@ -62,7 +62,7 @@ def test_params_are_cut_to_the_limit_and_stay_readable():
     assert params["long"].endswith("…")
     assert params["cls"] == "builtins.dict"
     assert params["list"] == "[1, 2]"
-    assert params["nested/on"] == "true"
+    assert params["nested.on"] == "true"
     assert params["empty"] == "{}"
 
 

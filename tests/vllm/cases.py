@@ -9,10 +9,10 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from precision_policies import load_policy
-from rllib_llm.attest import prepare_process
 from rllib_llm.engines.base import SamplingParams
 from rllib_llm.engines.factory import make_engine
 from rllib_llm.models import PackedBatch, build_model
+from rllib_llm.process.attest import prepare_process
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,10 +89,10 @@ def deltas(
     young = torch.zeros(len(targets), dtype=torch.bool)
     for (prompt, _), start, stop in zip(pairs, starts[:-1], starts[1:], strict=True):
         young[start + len(prompt) - 1 : min(start + len(prompt) - 1 + params.min_tokens, stop)] = True
-    law = {"banned_ids": banned_ids, "banned_rows": young.to(DEVICE)} if banned_ids else {}
+    bans = {"banned_ids": banned_ids, "banned_rows": young.to(DEVICE)} if banned_ids else {}
     with torch.no_grad():
         hidden = model(batch)
-        logp = model.token_logprobs(hidden, targets, params.temperature or 1.0, *truncation, **law)
+        logp = model.token_logprobs(hidden, targets, params.temperature or 1.0, *truncation, **bans)
         logp = logp.cpu().numpy()
     parts = []
     for (prompt, completion), start, stop in zip(pairs, starts[:-1], starts[1:], strict=True):

@@ -29,7 +29,7 @@ def test_aborted_requests_disturb_no_other(qwen3: tuple[Any, Any]) -> None:
     async_cases.check_abort(qwen3[1])
 
 
-def test_what_would_mix_versions_or_laws_is_refused(qwen3: tuple[Any, Any]) -> None:
+def test_what_would_mix_versions_or_distributions_is_refused(qwen3: tuple[Any, Any]) -> None:
     """Nothing changes under a pending request."""
     model, engine = qwen3
     async_cases.check_refusals(engine, export_weights(model, 61))
@@ -61,8 +61,8 @@ def test_a_paused_engine_takes_no_step(qwen3: tuple[Any, Any]) -> None:
     assert engine._actor.inspect(state) == held
     assert len(held) == 16
     engine.resume()
-    time.sleep(0.2)
-    assert engine._actor.inspect(state) != held
+    while engine._actor.inspect(state) == held:
+        time.sleep(0.01)
     engine.abort()
 
 
@@ -70,11 +70,8 @@ def test_vllm_samples_while_nobody_waits(qwen3: tuple[Any, Any]) -> None:
     """A request is complete when the caller comes back, without a call in between."""
     _, engine = qwen3
     [request] = engine.submit([[5, 6]], async_cases.PARAMS, [1])
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        time.sleep(0.5)
-        if done := engine.collect(0.0):
-            break
+    while not (done := engine.collect(0.0)):
+        time.sleep(0.1)
     assert list(done) == [request]
 
 

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from precision_policies import compare_attestations, load_policy
-from rllib_llm.attest import build_attestation
-from rllib_llm.engines.base import EngineError, PromptError, SamplingParams, SamplingParamsError
+from rllib_llm.engines.base import PromptError, SamplingParams, SamplingParamsError
 from rllib_llm.engines.factory import make_engine
+from rllib_llm.errors import EngineError
 from rllib_llm.models import load_tokenizer
+from rllib_llm.models.architecture import ArchitectureError
+from rllib_llm.process.attest import build_attestation
 from rllib_llm.sync.export import export_weights
 from rllib_llm.sync.packed import WeightSyncError
 from tests.vllm.cases import (
@@ -33,6 +36,11 @@ from tests.vllm.cases import (
     random_learner,
     start,
 )
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
+    "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id",
+)  # fmt: skip
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip(
@@ -62,6 +70,39 @@ def test_architectures_and_policies_are_exactly_on_policy(
     config = ragged_config(architecture)
     model = random_learner(config, policy)
     with start(config, policy) as engine:
+        engine.update_weights(export_weights(model, 1))
+        asked = prompts(2)
+        delta = deltas(model, asked, engine.generate(asked, SAMPLING["group"]), SAMPLING["group"])
+    assert np.abs(delta).max() == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        (
+            "qwen3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        ),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 200, "max_window_layers": 1, "layer_types": None},
+        ),
+        ("mistral", {"sliding_window": None}),
+    ],
+)
+def test_scaled_rope_and_short_windows_are_exactly_on_policy(
+    ray_for_engines: None, architecture: str, values: dict[str, Any]
+) -> None:
+    """Scaled rotary tables, sequences within a sliding window, and Mistral: difference 0. Longer sequences than the
+    window are refused by name before vLLM starts."""
+    sizes = {k: v for k, v in ragged_config("qwen3").to_dict().items() if k in _SIZES}
+    config = AutoConfig.for_model(architecture, **sizes, **values)
+    model = random_learner(config, "unified-fp8")
+    if "use_sliding_window" in values:
+        with pytest.raises(ArchitectureError, match="sliding_window=200"):
+            start(config, "unified-fp8")
+    with start(config, "unified-fp8", max_model_len=200) as engine:
         engine.update_weights(export_weights(model, 1))
         asked = prompts(2)
         delta = deltas(model, asked, engine.generate(asked, SAMPLING["group"]), SAMPLING["group"])

@@ -17,9 +17,9 @@ if importlib.util.find_spec("vllm") is None:
     )
 
 from precision_policies import compare_attestations, load_policy
-from rllib_llm.attest import build_attestation
 from rllib_llm.engines import EngineError, SamplingParams
 from rllib_llm.engines.base import NO_WEIGHTS
+from rllib_llm.process.attest import build_attestation
 from rllib_llm.sync.export import export_manifest, export_weights
 from rllib_llm.sync.stream import WeightSender
 from rllib_llm.sync.topology import choose_transport, place_of
@@ -133,7 +133,7 @@ def test_an_engine_that_sleeps_gives_its_memory_to_the_learner(sleeper: tuple[An
 
 
 def test_weights_dropped_at_level_2_come_back_with_an_update(sleeper: tuple[Any, Any]) -> None:
-    """Level 2 keeps nothing on the host: the engine refuses to sample until an update, whichever road it comes by."""
+    """Level 2 keeps nothing on the host: the engine refuses to sample until an update, by any transport."""
     model, engine = sleeper
     engine.update_weights(export_weights(model, 3))
     asked = prompts(10)

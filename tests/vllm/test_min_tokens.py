@@ -51,7 +51,7 @@ def check(model: Any, asked: Any, answers: Any, params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_banned_ids_leave_the_law_that_the_learner_scores(qwen3: tuple[Any, Any], kind: str) -> None:
+def test_banned_ids_leave_the_distribution_that_the_learner_scores(qwen3: tuple[Any, Any], kind: str) -> None:
     """Stop ids in turn different ones, with temperature, truncation, greedy, end-of-sequence alone or ignored."""
     model, engine = qwen3
     engine.update_weights(export_weights(model, 70 + list(KINDS).index(kind)))
@@ -77,7 +77,7 @@ def test_rows_at_different_ages_are_told_apart(qwen3: tuple[Any, Any]) -> None:
 
 
 def test_the_context_may_end_before_min_tokens(qwen3: tuple[Any, Any]) -> None:
-    """A prompt that leaves room for fewer tokens ends as "length", with the ban on all of them."""
+    """A prompt that leaves fewer tokens of the context ends as "length", with the ban on all of them."""
     model, engine = qwen3
     engine.update_weights(export_weights(model, 81))
     asked = [[5, 6, 7] * 168]

@@ -41,7 +41,7 @@ def served(directory: Path, prompts: list[list[int]], variables: dict[str, str])
     script = Path(__file__).parent / "stock_vllm.py"
     command = [sys.executable, str(script), str(directory), str(asked), str(out)]
     done = subprocess.run(
-        command, env=environment, cwd=directory, capture_output=True, text=True, timeout=280
+        command, env=environment, cwd=directory, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(out.read_text())

@@ -52,7 +52,7 @@ class Push:
         try:
             return self.engine.update_weights(offer)
         finally:
-            thread.join(60)
+            thread.join(600)
             assert not thread.is_alive(), "the learner still waits"
 
 

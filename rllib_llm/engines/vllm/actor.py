@@ -14,9 +14,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from precision_policies import PrecisionPolicy
-from rllib_llm.engines.base import EngineError, PromptError, SamplingParamsError
+from rllib_llm.engines.base import PromptError, SamplingParamsError
 from rllib_llm.engines.vllm import compat
 from rllib_llm.engines.vllm.worker import VLLMWorker, WorkerOptions
+from rllib_llm.errors import EngineError
 from rllib_llm.sync.packed import WeightSyncError
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rllib_llm.engines.base import EngineError
+from rllib_llm.errors import EngineError
 
 
 class Background:

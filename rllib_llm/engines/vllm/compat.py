@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from rllib_llm.errors import RllibLLMError
+
 logger = logging.getLogger(__name__)
 SUPPORTED = ((0, 26), (0, 32))
 """First and last supported (major, minor), inclusive."""
@@ -27,7 +29,7 @@ ARCHITECTURE = "RLlibLLMForCausalLM"
 """Name under which the model is registered in vLLM."""
 
 
-class UnsupportedVLLMError(ImportError):
+class UnsupportedVLLMError(RllibLLMError, ImportError):
     """vLLM is absent, or of a version outside `SUPPORTED`."""
 
 
@@ -99,8 +101,8 @@ NOT_OPTIONS = frozenset(
         "quantization",
     }
 )
-"""Arguments of `vllm.LLM` that decide numerics or the law that is sampled from, and are left as vLLM has them. Keys
-that a connector holds outside the GPU would outlive an update: vLLM's `reset_prefix_cache` does not drop them."""
+"""Arguments of `vllm.LLM` that decide numerics or the distribution that is sampled from, and are left as vLLM has them.
+Keys that a connector holds outside the GPU would outlive an update: vLLM's `reset_prefix_cache` does not drop them."""
 
 
 _CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(576, 1025, 64), *range(1152, 2049, 128))
@@ -133,7 +135,7 @@ def graph_options(max_num_seqs: int, graph_tokens: int, head_width: int) -> dict
 def llm_options(device: str, *, graphs: dict[str, Any] | None, sleep_mode: bool) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that decide numerics.
 
-    torch.compile is off (its fusions change bits: numerics.md 1, 0 % bit-equal), attention has one split
+    torch.compile is off (its fusions change bits: 0 % bit-equal, docs/on_policy.md), attention has one split
     (`sum_keys_in_order`), and log-probs are returned as the model computed them ("raw_logits": the model returns
     log-probs).
 
@@ -178,7 +180,7 @@ def watch_rows(llm: Any, model: Any) -> None:
 
     @functools.wraps(sample)
     def watched(hidden_states: Any, input_batch: Any, *arguments: Any, **keywords: Any) -> Any:
-        if model.law.banned_ids:  # otherwise nobody asks
+        if model.distribution.banned_ids:  # otherwise nobody asks
             model.below_min_tokens = functools.partial(_rows_of_v2, runner, input_batch, model)
         return sample(hidden_states, input_batch, *arguments, **keywords)
 
@@ -198,7 +200,7 @@ def _rows_of_v1(runner: Any, rows: int) -> torch.Tensor:
 def _rows_of_v2(runner: Any, batch: Any, model: Any, rows: int) -> torch.Tensor:
     prompts = runner.req_states.prompt_len.gpu[batch.expanded_idx_mapping[:rows]]
     sampled = batch.positions[batch.logits_indices[:rows]] + 1 - prompts
-    return sampled < model.law.min_tokens
+    return sampled < model.distribution.min_tokens
 
 
 def sampling_params(**values: Any) -> Any:
@@ -286,7 +288,7 @@ def attention_operator(identities: set[str], learner_identity: str, graphs: Grap
     """What a CUDA engine attests as its attention.
 
     FlashAttention-3 of vLLM's wheel on paged keys gives the bits of the same kernel on un-paged keys with one split
-    (227 072 of 227 072 tokens, numerics.md 2): then it is the learner's operator. Anything else is named as it is.
+    (227 072 of 227 072 tokens, docs/policies.md): then it is the learner's operator. Anything else is named as it is.
     """
     single = graphs.splits == (1,)
     same = identities == {"vllm.FLASH_ATTN.fa3"} and single and "flash_attention" in learner_identity

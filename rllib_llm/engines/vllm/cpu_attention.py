@@ -1,7 +1,7 @@
 """The reference attention of `precision_kernels` on vLLM's paged keys and values, for CPU.
 
 vLLM's own CPU kernel sums in an order that depends on the batch (92-95 % of log-probs bit-equal with
-everything else shared, facts of 2026-11-29); the reference does not, so that a CPU engine is exactly
+everything else shared, measured on 2026-11-29); the reference does not, so that a CPU engine is exactly
 on-policy. Pages hold keys and values as they came, in the compute dtype; what a step needs is gathered and
 prepared anew. Built for vLLM's CPU worker (0.32).
 """

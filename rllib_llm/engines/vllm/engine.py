@@ -9,31 +9,24 @@ from typing import Any
 
 import torch
 
-from precision_policies import Attestation, PrecisionPolicy, load_policy
-from rllib_llm.engines.base import (
-    CHECKPOINT_VERSION,
-    NO_WEIGHTS,
-    Completion,
-    EngineError,
-    RolloutEngine,
-    SamplingParams,
-)
+from precision_policies import AdapterSpec, Attestation, PrecisionPolicy, load_policy
+from rllib_llm.engines.base import CHECKPOINT_VERSION, NO_WEIGHTS, Completion, RolloutEngine, SamplingParams
 from rllib_llm.engines.checks import (
     check_prompts,
-    check_same_law,
+    check_same_params,
     check_sampling_policy,
     context_length,
     pending_of,
-    require_idle,
-    require_not_paused,
 )
+from rllib_llm.engines.state import EngineState, require_idle, require_sleep_level
 from rllib_llm.engines.vllm import compat
 from rllib_llm.engines.vllm.actor import VLLMActor, config_directory, has_tokenizer
 from rllib_llm.engines.vllm.requests import Pending, check_params, request_seeds
 from rllib_llm.engines.vllm.worker import WorkerOptions
-from rllib_llm.models.architecture import Architecture
+from rllib_llm.errors import EngineError
+from rllib_llm.models.architecture import Architecture, refuse_windows
 from rllib_llm.models.checkpoint import eos_token_ids, model_config
-from rllib_llm.registry.owner import refuse_other_policy
+from rllib_llm.on_disk.owner import refuse_other_policy
 from rllib_llm.sync.packed import WeightUpdate
 from rllib_llm.sync.receiver import Incoming
 from rllib_llm.sync.stream import StreamOffer, give_up
@@ -70,6 +63,7 @@ class VLLMEngine(RolloutEngine):
         seed: seed of vLLM's own generator; requests carry their own.
         vllm_options: further arguments of `vllm.LLM`.
         allow_other_policy: load a registered model under a policy other than its own, which is refused otherwise.
+        adapter: low-rank adapters on the model, one set for all requests; vLLM's own LoRA is not used.
 
     Raises:
         UnsupportedVLLMError, ArchitectureError, EngineError (the actor did not start: with its reason).
@@ -98,6 +92,7 @@ class VLLMEngine(RolloutEngine):
         seed: int = 0,
         vllm_options: dict[str, Any] | None = None,
         allow_other_policy: bool = False,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         compat.vllm_version()
         self.policy: PrecisionPolicy = load_policy(policy)
@@ -106,6 +101,7 @@ class VLLMEngine(RolloutEngine):
             refuse_other_policy(self._path, self.policy, allow_other_policy)
         architecture = Architecture.from_config(config)
         self.max_model_len = context_length(max_model_len, architecture.max_positions)
+        refuse_windows(architecture, self.max_model_len)
         self.vocab = architecture.vocab
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._eos = eos_token_ids(config, self._path)
@@ -122,14 +118,13 @@ class VLLMEngine(RolloutEngine):
             sleep_mode=sleep_mode,
             has_tokenizer=has_tokenizer(self._path),
             seed=seed,
+            adapter=None if adapter is None else adapter.to_dict(),
             extra=dict(vllm_options or {}),
         )
         self._call_timeout_s = call_timeout_s
-        self._version = NO_WEIGHTS
-        self._asleep = False
-        self._paused = False
+        self._state = EngineState()
         self._requests = Pending()
-        self._law = SamplingParams()
+        self._pending_params = SamplingParams()
         self._directory = config_directory(self._path, config)
         resources = {"num_gpus": num_gpus, "num_cpus": num_cpus, "call_timeout_s": call_timeout_s}
         self._actor = VLLMActor(self._directory.name, self.policy, self._options, **resources)
@@ -140,24 +135,25 @@ class VLLMEngine(RolloutEngine):
         if load_weights and self._path is not None:
             # its policy was compared in __init__, where the permission to change it is known
             self._call("load_checkpoint", str(self._path), True, timeout_s=timeout_s)
-            self._version = CHECKPOINT_VERSION
+            self._state.version = CHECKPOINT_VERSION
 
     @property
     def weights_version(self) -> int:
-        return self._version
+        return self._state.version
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
         self._check_request(prompts, params)
-        require_not_paused(self._paused)
+        self._state.require_sampling()
         require_idle(self._requests.rows)
         if not prompts:
             return []
         plain = [[int(t) for t in p] for p in prompts]
         answers = self._call("generate", plain, params, request_seeds(len(prompts), params, seeds))
         return [
-            [Completion(ids, logp, reason, self._version) for ids, logp, reason in row] for row in answers
+            [Completion(ids, logp, reason, self._state.version) for ids, logp, reason in row]
+            for row in answers
         ]
 
     def submit(
@@ -165,9 +161,9 @@ class VLLMEngine(RolloutEngine):
     ) -> list[int]:
         self._check_request(prompts, params)
         if self._requests:
-            check_same_law(self._law, params)
+            check_same_params(self._pending_params, params)
         rows = request_seeds(len(prompts), params, seeds)
-        self._law = params
+        self._pending_params = params
         ids, batch = self._requests.add(prompts, params.n, rows)
         try:
             self._call("submit", batch.names, batch.prompts, params, batch.seeds)
@@ -178,7 +174,7 @@ class VLLMEngine(RolloutEngine):
         return ids
 
     def collect(self, timeout_s: float) -> dict[int, list[Completion]]:
-        self._require_awake()
+        self._state.require_awake()
         deadline = time.monotonic() + timeout_s
         done: dict[int, list[Completion]] = {}
         while self._requests and not done:
@@ -191,27 +187,27 @@ class VLLMEngine(RolloutEngine):
             except BaseException:
                 self.abort()  # interrupted: what had finished may be on its way, and would never come again
                 raise
-            done = self._requests.take(finished, self._version)
-            if self._paused or time.monotonic() >= deadline:
+            done = self._requests.take(finished, self._state.version)
+            if self._state.paused or time.monotonic() >= deadline:
                 break
         return done
 
     def abort(self, requests: Sequence[int] | None = None) -> list[int]:
-        self._require_open()
+        self._state.require_open()
         ended = pending_of(self._requests.rows, requests)
         self._call("abort", [name for request in ended for name in self._requests.names(request)])
         self._requests.forget(ended)
         return ended
 
     def pause(self) -> None:
-        self._require_open()
+        self._state.require_open()
         self._call("pause")
-        self._paused = True
+        self._state.paused = True
 
     def resume(self) -> None:
-        self._require_open()
+        self._state.require_open()
         self._call("resume")
-        self._paused = False
+        self._state.paused = False
 
     @property
     def pending(self) -> int:
@@ -225,11 +221,7 @@ class VLLMEngine(RolloutEngine):
                 self.close()
 
     def _check_request(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        self._require_awake()
-        if self._version == NO_WEIGHTS:
-            raise EngineError(
-                "the engine has no weights yet: call update_weights() with an export of the learner first"
-            )
+        self._state.require_weights()
         check_sampling_policy(self.policy, params)
         check_prompts(prompts, self.vocab, self.max_model_len)
         drafts = self._options.extra.get("speculative_config") is not None
@@ -240,17 +232,17 @@ class VLLMEngine(RolloutEngine):
         return self._place
 
     def update_weights(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
-        self._require_awake()
+        self._state.require_awake()
         require_idle(self._requests.rows)
         try:
             receipt = self._send(update)
         except EngineError as error:  # it broke off after a part was applied, or vLLM is gone
-            self._version = NO_WEIGHTS
+            self._state.version = NO_WEIGHTS
             if isinstance(update, StreamOffer):
                 with contextlib.suppress(RuntimeError):  # the learner may be gone too
                     give_up(update, str(error))
             raise
-        self._version = receipt.version
+        self._state.version = receipt.version
         return receipt
 
     def _send(self, update: WeightUpdate | Incoming | StreamOffer) -> WeightReceipt:
@@ -267,35 +259,41 @@ class VLLMEngine(RolloutEngine):
         applied: WeightReceipt = self._call("apply")
         return applied
 
+    def holds_base(self, base: str) -> bool:
+        self._state.require_awake()
+        if self._state.version == NO_WEIGHTS:
+            return False
+        held: bool = self._call("holds_base", base)
+        return held
+
     def attest(self) -> Attestation:
-        self._require_awake()
+        self._state.require_awake()
         attestation: Attestation = self._call("attest")
         return attestation
 
     def peak_memory(self) -> dict[str, float]:
-        self._require_open()
+        self._state.require_open()
         peaks: dict[str, float] = self._call("peak_memory")
         return peaks
 
     def sleep(self, level: int = 1) -> None:
-        if level not in (1, 2):
-            raise ValueError(f"sleep(level={level}): 1 frees the KV cache and parks weights, 2 drops both")
-        self._require_open()
+        require_sleep_level(level)
+        self._state.require_open()
         if self.device == "cpu" or not self._options.sleep_mode:
             raise EngineError(
                 "sleep needs a GPU and the option sleep_mode=True; vLLM on CPU cannot give memory back"
             )
         require_idle(self._requests.rows)
         self._call("sleep", level)
-        self._asleep = True
+        self._state.asleep = True
         if level == 2:
-            self._version = NO_WEIGHTS
+            self._state.version = NO_WEIGHTS
 
     def wake(self) -> None:
-        self._require_open()
-        if self._asleep:
+        self._state.require_open()
+        if self._state.asleep:
             self._call("wake")
-            self._asleep = False
+            self._state.asleep = False
 
     def alive(self) -> bool:
         if self._actor.alive:
@@ -305,15 +303,6 @@ class VLLMEngine(RolloutEngine):
 
     def close(self) -> None:
         self._actor.kill()
-        self._version = NO_WEIGHTS
+        self._state.close()
         self._requests.clear()
         self._directory.cleanup()
-
-    def _require_open(self) -> None:
-        if not self._actor.alive:
-            raise EngineError("the engine is closed: make a new one")
-
-    def _require_awake(self) -> None:
-        self._require_open()
-        if self._asleep:
-            raise EngineError("the engine sleeps: call wake() first")

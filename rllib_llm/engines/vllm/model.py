@@ -2,7 +2,7 @@
 
 Every operator but attention is the learner's, on the bytes that the learner sent. Attention is FlashAttention
 on vLLM's pages on a GPU, and the reference on vLLM's pages on a CPU (`cpu_attention`). `compute_logits`
-returns log-probs of the distribution to sample from (`rllib_llm.models.sampling_law`), so that vLLM only has
+returns log-probs of the distribution to sample from (`rllib_llm.models.sampling_distribution`), so that vLLM only has
 to draw from it, and what it reports as "raw logit" of the drawn token is that log-prob, computed by the
 function that the learner uses.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,28 +19,19 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from precision_kernels import log_softmax, rotary_cos_sin
-from precision_kernels.attention_width import attention_width, widen_heads
-from precision_policies import PrecisionPolicy
+from precision_kernels.hopper.attention_width import attention_width, widen_heads
+from precision_policies import AdapterSpec, PrecisionPolicy
+from rllib_llm.models.architecture import plain_config, refuse_windows
 from rllib_llm.models.causal_lm import CausalLM
 from rllib_llm.models.decoder import SelfAttention
-from rllib_llm.models.sampling_law import truncated_logits
+from rllib_llm.models.sampling_distribution import SamplingDistribution, truncated_logits
 
 CONFIG_KEY = "rllib_llm_policy"
 """Attribute of the model config (set by `hf_overrides`) that holds the policy as a dict."""
+ADAPTER_KEY = "rllib_llm_adapter"
+"""Attribute of the model config that holds the `AdapterSpec` as a dict, or None."""
 HEAD_DIM_KEY = "rllib_llm_head_dim"
 """Attribute of the model config that holds its head_dim; `head_dim` itself tells vLLM the width of its attention."""
-
-
-@dataclass(frozen=True)
-class SamplingLaw:
-    """Temperature, truncation and banned ids of all sequences that are sampled at a time."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    banned_ids: tuple[int, ...] = ()
-    """Ids of probability 0 in sequences that have fewer than `min_tokens` tokens (`VLLMCausalLM.below_min_tokens`)."""
-    min_tokens: int = 0
 
 
 class _Rows:
@@ -70,14 +60,21 @@ class VLLMCausalLM(nn.Module):
         config = copy.deepcopy(vllm_config.model_config.hf_config)
         config.head_dim = getattr(config, HEAD_DIM_KEY)
         policy = PrecisionPolicy.from_dict(getattr(config, CONFIG_KEY))
-        self.lm = CausalLM(config, policy.resolve(config), policy, "rollout")
+        said = getattr(config, ADAPTER_KEY, None)
+        adapter = None if said is None else AdapterSpec.from_dict(said)
+        config = plain_config(
+            config
+        )  # vLLM attaches keys of its own; the caller's were checked before it started
+        self.lm = CausalLM(config, policy.resolve(config, adapter), policy, "rollout")
+        refuse_windows(self.lm.architecture, vllm_config.model_config.max_model_len)
         self.lm.fuse_operators()
         for index, layer in enumerate(self.lm.model.layers):
             attention: Any = layer.self_attn
             paged = _paged_attention(attention, vllm_config, f"model.layers.{index}.self_attn.attn")
             attention.attend = paged
             self.add_module(f"attention_{index}", paged.layer)
-        self.law = SamplingLaw()
+        self.distribution = SamplingDistribution()
+        """How the sequences of the present step are sampled; `banned_ids` where `below_min_tokens` says so."""
         self.below_min_tokens: Callable[[int], torch.Tensor] | None = None  # set by compat.watch_rows
         self._max_positions = vllm_config.model_config.max_model_len
         self._table: torch.Tensor | None = None
@@ -112,14 +109,16 @@ class VLLMCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
         """[N, H] -> fp32 [N, V] log-probs of the distribution to sample from; -inf outside its support."""
-        law = self.law
+        drawn = self.distribution
         logits = self.lm.logits(hidden_states)
         banned_rows = None
-        if law.banned_ids:
+        if drawn.banned_ids:
             assert self.below_min_tokens is not None, "the worker calls compat.watch_rows before it samples"
             banned_rows = self.below_min_tokens(len(logits))
         return log_softmax(
-            truncated_logits(logits, law.temperature, law.top_k, law.top_p, None, law.banned_ids, banned_rows)
+            truncated_logits(
+                logits, drawn.temperature, drawn.top_k, drawn.top_p, None, drawn.banned_ids, banned_rows
+            )
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -135,14 +134,15 @@ class VLLMCausalLM(nn.Module):
         if self._table is None or self._table.device != device:
             architecture = self.lm.architecture
             inverse = architecture.rope.inverse_frequencies(architecture.head_dim).to(device)
-            self._table = rotary_cos_sin(inverse, self._max_positions, self.lm.compute_dtype)
+            scaling = architecture.rope.attention_factor
+            self._table = rotary_cos_sin(inverse, self._max_positions, self.lm.compute_dtype, scaling)
         return self._table
 
 
 class _PagedAttend:
     """`SelfAttention.attend` by a vLLM attention layer; keys and values go to vLLM's pages.
 
-    Heads are padded to the layer's width, as the learner's attention does (`precision_kernels.attention_width`).
+    Heads are padded to the layer's width, as the learner's attention does (`precision_kernels.hopper.attention_width`).
     """
 
     def __init__(self, layer: Attention, width: int) -> None:

@@ -21,7 +21,7 @@ MOST_BANNED_IDS = 128
 def check_params(
     params: SamplingParams, eos: Sequence[int], vocab: int, has_tokenizer: bool, speculative: bool = False
 ) -> None:
-    """Refuse what vLLM would fail on in the middle of a step, or sample from another law than was asked for.
+    """Refuse what vLLM would fail on in the middle of a step, or sample from another distribution than was asked for.
 
     Args:
         speculative: vLLM drafts tokens: a request then has several rows of logits, of different ages.

@@ -17,23 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from precision_kernels.attention_width import attention_width
+from precision_kernels.hopper.attention_width import attention_width
 from precision_policies import Attestation, PrecisionPolicy
-from rllib_llm.attest import build_attestation
-from rllib_llm.engines.base import (
-    CHECKPOINT_VERSION,
-    NO_WEIGHTS,
-    EngineError,
-    SamplingParams,
-)
-from rllib_llm.engines.checks import require_idle
+from rllib_llm.engines.base import CHECKPOINT_VERSION, NO_WEIGHTS, SamplingParams
+from rllib_llm.engines.state import require_idle
 from rllib_llm.engines.stopping import stop_ids
 from rllib_llm.engines.vllm import compat
 from rllib_llm.engines.vllm.background import Background
 from rllib_llm.engines.vllm.requests import Sampled
-from rllib_llm.memory import peak_memory
+from rllib_llm.errors import EngineError
 from rllib_llm.models.architecture import Architecture
 from rllib_llm.models.checkpoint import eos_token_ids, load_pretrained, model_config
+from rllib_llm.models.sampling_distribution import SamplingDistribution
+from rllib_llm.process.attest import build_attestation
+from rllib_llm.process.memory import peak_memory
+from rllib_llm.sync.base import holds_base
 from rllib_llm.sync.packed import WeightChunk, WeightUpdate
 from rllib_llm.sync.stream import Groups, StreamOffer
 from rllib_llm.sync.take import take_update
@@ -57,6 +55,7 @@ class WorkerOptions:
     has_tokenizer: bool
     seed: int
     graph_tokens: int = 1024
+    adapter: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -97,7 +96,7 @@ class VLLMWorker:
         shared by the cache.
         """
         require_idle(self._background.pending)
-        self._use_law(params)
+        self._use_distribution(params)
         requests = [(list(p), s) for p, row in zip(prompts, seeds, strict=True) for s in row]
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in requests],
@@ -116,8 +115,8 @@ class VLLMWorker:
         params: SamplingParams,
         seeds: Sequence[int],
     ) -> None:
-        """Begin requests of one completion each and return; all that are pending have one sampling law."""
-        self._use_law(params)
+        """Begin requests of one completion each and return; all that are pending have one sampling distribution."""
+        self._use_distribution(params)
         self._background.submit(
             [
                 (name, {"prompt_token_ids": list(prompt)}, self._vllm_params(params, seed, len(prompt)))
@@ -141,10 +140,10 @@ class VLLMWorker:
         """See `Background.resume`."""
         self._background.resume()
 
-    def _use_law(self, params: SamplingParams) -> None:
+    def _use_distribution(self, params: SamplingParams) -> None:
         truncation = (params.top_k, params.top_p) if params.temperature > 0 else (0, 1.0)
         banned = stop_ids(params, self._eos) if params.min_tokens else ()
-        self.model.law = type(self.model.law)(
+        self.model.distribution = SamplingDistribution(
             params.temperature or 1.0, *truncation, banned, params.min_tokens
         )
 
@@ -207,13 +206,20 @@ class VLLMWorker:
             )
         self.version = version
 
+    def holds_base(self, base: str) -> bool:
+        """See `RolloutEngine.holds_base`."""
+        return holds_base(self.model.lm, base)
+
     def load_checkpoint(self, path: str, allow_other_policy: bool = False) -> None:
         """The weights of a model directory, rounded and quantised as an export of them would be."""
-        loaded = load_pretrained(path, self.policy, "rollout", allow_other_policy=allow_other_policy)
+        adapter = self.model.lm.plan.adapter
+        loaded = load_pretrained(
+            path, self.policy, "rollout", allow_other_policy=allow_other_policy, adapter=adapter
+        )
         self.load(CHECKPOINT_VERSION, loaded.named_buffers())
 
     def peak_memory(self) -> dict[str, float]:
-        """`rllib_llm.memory.peak_memory` of this process; what vLLM's sleep allocator holds is not torch's."""
+        """`rllib_llm.process.memory.peak_memory` of this process; what vLLM's sleep allocator holds is not torch's."""
         return peak_memory()
 
     def attest(self) -> Attestation:
@@ -270,13 +276,14 @@ class VLLMWorker:
 def _llm_arguments(
     directory: str, head_dim: int, policy: PrecisionPolicy, options: WorkerOptions
 ) -> dict[str, Any]:
-    from rllib_llm.engines.vllm.model import CONFIG_KEY, HEAD_DIM_KEY
+    from rllib_llm.engines.vllm.model import ADAPTER_KEY, CONFIG_KEY, HEAD_DIM_KEY
 
     width = attention_width(head_dim) if options.device == "cuda" else head_dim
     overrides = {
         "architectures": [compat.ARCHITECTURE],
         CONFIG_KEY: policy.to_dict(),
         HEAD_DIM_KEY: head_dim,
+        ADAPTER_KEY: options.adapter,
         "head_dim": width,  # vLLM plans pages and attention's schedule by it
     }
     arguments: dict[str, Any] = {

@@ -1,0 +1,1 @@
+"""What directories that we wrote say of themselves: experiments, checkpoints, exported models."""

@@ -1,0 +1,1 @@
+"""How RLlib and Tune learn that this package exists."""

@@ -1,0 +1,1 @@
+"""What is in force in one process: its attestation and its memory."""

@@ -1,0 +1,1 @@
+"""Weights as named tensors: dtypes that are sent, names of scales, hashes."""
