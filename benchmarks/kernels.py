@@ -1,7 +1,7 @@
 """Times every kernel on one GPU beside its floor (bytes over the measured copy bandwidth, or FLOPs over the measured
 BF16 peak), and beside PyTorch BF16 in the same run.
 
-    python benchmarks/kernels.py --out benchmarks/results/h200.json    # all sections, and a Markdown table beside it
+    python benchmarks/kernels.py --out h200.json    # all sections, and a Markdown table beside it
     python benchmarks/kernels.py --only memory linear --out x.json
     python benchmarks/kernels.py --warm 3/12                               # compile DeepGEMM's kernels, share 3 of 12
 

@@ -122,7 +122,7 @@ class Pair:
             return self.worker.generate(prompts, params, seeds)
         from rllib_llm.engines.vllm.worker import _sampled
 
-        self.worker._use_law(params)
+        self.worker._use_distribution(params)
         asked = [(p, seed) for p, row in zip(prompts, seeds, strict=True) for seed in row]
         limits = [dataclasses.replace(params, max_tokens=length) for length in r.answer_lengths()]
         outputs = self.worker.llm.generate(

@@ -110,8 +110,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, policy: str) -> None:
         from precision_policies import load_policy
-        from rllib_llm.attest import prepare_process
         from rllib_llm.models import build_model
+        from rllib_llm.process.attest import prepare_process
 
         self.args, self.policy, self.device = args, policy, args.device
         prepare_process(load_policy(policy), "torch", self.device)
@@ -152,7 +152,7 @@ class Bench:
 
     def hashing(self) -> tuple[int, float]:
         """(bytes of all tensors that are sent, seconds to hash them where they lie: median of three)."""
-        from rllib_llm.sync.packed import hash_tensors
+        from rllib_llm.weights.format import hash_tensors
 
         tensors, seconds = dict(self.model.rollout_tensors()), []
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Result files of weight_sync.py as a Markdown table: python benchmarks/weight_sync_table.py a.json b.json > t.md"""
+"""Result files of weight_sync.py as a Markdown table: python benchmarks/weight_sync_table.py a.json b.json"""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ Sampled = tuple[list[int], Any, Any]
 """Prompt ids, answer ids [L], log-probs fp32 [L] (both numpy or lists)."""
 
 
-def compare(model: Any, args: argparse.Namespace, samples: list[Sampled], law: Any) -> dict[str, Any]:
-    """Delta = learner - engine per token, summarised. law: has temperature, top_k, top_p."""
+def compare(model: Any, args: argparse.Namespace, samples: list[Sampled], sampling: Any) -> dict[str, Any]:
+    """Delta = learner - engine per token, summarised. sampling: has temperature, top_k, top_p."""
     begin = time.time()
     deltas, group, size = [], [], 0
     for sample in [*samples, None]:
         length = 0 if sample is None else len(sample[0]) + len(sample[1])
         if group and (sample is None or size + length > args.packed_tokens):
-            deltas += _score(model, args, group, law)
+            deltas += _score(model, args, group, sampling)
             group, size = [], 0
         if sample is not None:
             group.append(sample)
@@ -39,14 +39,16 @@ def compare(model: Any, args: argparse.Namespace, samples: list[Sampled], law: A
     }
 
 
-def _score(model: Any, args: argparse.Namespace, group: list[Sampled], law: Any) -> list[torch.Tensor]:
+def _score(model: Any, args: argparse.Namespace, group: list[Sampled], sampling: Any) -> list[torch.Tensor]:
     from rllib_llm.models import PackedBatch
 
     sequences = [[*p, *map(int, ids)] for p, ids, _ in group]
     batch = PackedBatch.from_sequences(sequences).to(torch.device(args.device))
     with torch.no_grad():
         targets = torch.roll(batch.input_ids, -1)
-        logp = model.token_logprobs(model(batch), targets, law.temperature, law.top_k, law.top_p).cpu()
+        logp = model.token_logprobs(
+            model(batch), targets, sampling.temperature, sampling.top_k, sampling.top_p
+        ).cpu()
     bounds = batch.cu_seqlens.tolist()
     return [
         logp[start + len(p) - 1 : stop - 1] - torch.as_tensor(lp, dtype=torch.float32)

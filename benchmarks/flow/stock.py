@@ -95,8 +95,8 @@ class Stock:
             "scales": "fp32" if self.args.same_scales else "vLLM's default",
         }  # fmt: skip
         # vLLM reports log-probs of the plain distribution (logprobs_mode=raw_logprobs).
-        law = argparse.Namespace(temperature=1.0, top_k=0, top_p=1.0)
-        return row if self.model is None else row | compare(self.model, self.args, samples, law)
+        sampling = argparse.Namespace(temperature=1.0, top_k=0, top_p=1.0)
+        return row if self.model is None else row | compare(self.model, self.args, samples, sampling)
 
 
 def run(args: argparse.Namespace, save: Any) -> None:

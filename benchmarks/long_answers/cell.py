@@ -24,15 +24,15 @@ from benchmarks.long_answers import task
 from benchmarks.long_answers.batch import Batch, Micro
 from benchmarks.long_answers.sampler import Sample, Sampler
 from precision_policies import load_policy
-from rllib_llm.advantages import group_advantages, group_statistics
-from rllib_llm.corrections import active_correction, correction_weights
-from rllib_llm.guard import Guard
 from rllib_llm.learner.gradients import Gradients
 from rllib_llm.learner.optimizer import PolicyAdamW, lr_factor
 from rllib_llm.losses import LossInputs, make_loss
+from rllib_llm.losses.advantages import group_advantages, uninformative_groups
+from rllib_llm.losses.corrections import active_correction, correction_weights
+from rllib_llm.mismatch.guard import Guard
 from rllib_llm.mismatch.metrics import metrics as mismatch_metrics
 from rllib_llm.models import build_model, load_pretrained
-from rllib_llm.sync.packed import hash_tensors
+from rllib_llm.weights.format import hash_tensors
 
 UNCORRECTED = {
     "extends": "mixed-bf16-fp8",
@@ -100,7 +100,7 @@ class Cell:
         parameters = list(self.model.parameters())
         self.optimiser = PolicyAdamW(
             parameters, lr=0.0, betas=settings.betas, weight_decay=settings.weight_decay,
-            state_dtype=getattr(torch, self.policy.optimizer_state_dtype),
+            state_dtype=self.policy.optimizer_state_dtype,
         )  # fmt: skip
         self.gradients = Gradients(parameters)
         self.loss = make_loss(settings.loss)
@@ -161,14 +161,13 @@ class Cell:
         return out
 
     def _describe(self, sample: Sample, rewards: np.ndarray, groups: torch.Tensor) -> dict[str, float]:
-        statistics = group_statistics(torch.from_numpy(rewards), groups)
         lengths = [len(c) for c in sample.completions]
         return {
             "env_runners/episode_return_mean": float(rewards.mean()),
             "env_runners/response_length_mean": float(np.mean(lengths)),
             "env_runners/truncated_share": float(1.0 - sample.ended.mean()),
             "env_runners/num_tokens_sampled": float(sum(lengths)),
-            "num_groups_without_signal": float(statistics.uninformative_groups),
+            "num_groups_without_signal": float(uninformative_groups(torch.from_numpy(rewards), groups)),
         }
 
     def _guard(self, measured: dict[str, float], out: dict[str, float]) -> None:
@@ -267,13 +266,15 @@ class Cell:
         """Master weights and moments bit by bit, and the counters; a later `restore` goes on from there."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {f"model.{k}": v.detach().cpu().contiguous() for k, v in self.model.named_parameters()}
-        entries = self.optimiser.exact_state()["state"]
+        optimiser = self.optimiser.exact_state()
+        entries = optimiser["state"]
         for i, entry in enumerate(entries):
             tensors |= {f"optimiser.{i}.{k}": v for k, v in entry.items() if torch.is_tensor(v)}
         facts = {
             "settings": dataclasses.asdict(self.settings), "fingerprint": self.policy.fingerprint,
             "iteration": self.iteration, "optimiser_steps": self.optimiser_steps, "status": self.status,
-            "reason": self.reason, "steps": [e.get("step", 0) for e in entries], "guard": self.guard.get_state(),
+            "reason": self.reason, "steps": [e.get("step", 0) for e in entries],
+            "moments": optimiser["state_dtype"], "guard": self.guard.get_state(),
         }  # fmt: skip
         temporary = directory / f"{self.label}-{self.seed}.partial"
         safetensors.torch.save_file(tensors, temporary, {"facts": json.dumps(facts)})
@@ -295,13 +296,13 @@ class Cell:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(tensors[f"model.{name}"])
-        entries = [
-            {"step": step, **{k: tensors[f"optimiser.{i}.{k}"] for k in ("exp_avg", "exp_avg_sq")}}
-            if step
-            else {}
-            for i, step in enumerate(facts["steps"])
-        ]
-        self.optimiser.set_exact_state({"state": entries, "state_dtype": str(self.optimiser.state_dtype)})
+        entries: list[dict[str, Any]] = [{"step": step} if step else {} for step in facts["steps"]]
+        for name, tensor in tensors.items():
+            part, _, key = name.partition(".")
+            if part == "optimiser":
+                position, _, key = key.partition(".")
+                entries[int(position)][key] = tensor
+        self.optimiser.set_exact_state({"state": entries, "state_dtype": facts["moments"]})
         self.iteration, self.optimiser_steps = facts["iteration"], facts["optimiser_steps"]
         self.status, self.reason = facts["status"], facts["reason"]
         self.guard.set_state(facts["guard"])

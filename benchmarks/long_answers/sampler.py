@@ -20,7 +20,7 @@ from precision_kernels import log_softmax, rotary_cos_sin
 from rllib_llm.models import CausalLM, DecoderCache, PackedBatch
 
 PAGE = 16
-"""Tokens of a page of the CUDA cache (kernels/flash_attention.py)."""
+"""Tokens of a page of the CUDA cache (kernels/hopper/flash_attention.py)."""
 CHECK_EVERY = 64
 """Steps between two looks at whether every sequence has ended: each look waits for the GPU."""
 
@@ -55,7 +55,10 @@ class Sampler:
         arch = model.architecture
         self.cache = DecoderCache(arch, rows, self.capacity, model.compute_dtype, device, 1 << 50)
         self.table = rotary_cos_sin(
-            arch.rope.inverse_frequencies(arch.head_dim).to(device), self.capacity, model.compute_dtype
+            arch.rope.inverse_frequencies(arch.head_dim).to(device),
+            self.capacity,
+            model.compute_dtype,
+            arch.rope.attention_factor,
         )
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.position = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -179,7 +182,7 @@ class Sampler:
 
     def _give_layers_static_attention(self) -> None:
         """In a decode step attention reads sizes that a graph may hold fixed; the kernel is the bound one."""
-        from precision_kernels import flash_attention
+        from precision_kernels.hopper import flash_attention
 
         rows = torch.arange(self.rows, device=self.device)
         starts = torch.arange(self.rows + 1, dtype=torch.int32, device=self.device)
@@ -194,7 +197,7 @@ class Sampler:
                     return usual(q, k, v, context, cache)
                 cache.k[rows, self.position], cache.v[rows, self.position] = k, v
                 used = (self.position + 1).to(torch.int32)
-                return flash_attention._cached_op(
+                return flash_attention.cached_op(
                     q.contiguous(), *cache.paged(), starts, 1, used, self.capacity, pages, q.shape[-1] ** -0.5
                 )[0]
 
