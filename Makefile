@@ -37,8 +37,11 @@ DOCS := $(shell sed -n '/^docs =/,/^[^ ]/s/^    //p' setup.cfg | sed 's/.*/"&"/'
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Python compiles a module when it is first imported: of some 20 000 files that pip would compile, few are.
+# Python compiles a module when it is first imported: of some 20 000 files that pip would compile, few are. Container
+# images often forbid it to keep what it compiled; each of the hundreds of processes of the tests would then compile
+# torch anew (importing rllib_llm.algorithm.grpo: 8 s of CPU instead of 5).
 INSTALL := install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 # Ray is told not to send usage data, and no model is looked up on a hub: the shipped model lies in the package.
 export RAY_USAGE_STATS_ENABLED ?= 0
@@ -72,11 +75,9 @@ test-total: $(VENV)/.python
 test-core: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(call IN_WORKERS,$(WORKERS)) --junit-xml=build/tests-core.xml $(PYTEST_ARGS) $(TESTS)
 
-# vLLM's pins (setuptools, numpy) are narrower than ours, so its tests have an environment of their own. One worker: the
-# session's engine is shared.
+# vLLM's pins (setuptools, numpy) are narrower than ours, so its tests have an environment of their own.
 test-vllm: $(VENV)-vllm/.installed
-	$(VENV)-vllm/bin/python -m pytest $(call IN_WORKERS,$(if $(filter 0,$(WORKERS)),0,1)) --no-loadscope-reorder \
-	  --junit-xml=build/tests-vllm.xml $(PYTEST_ARGS) tests/vllm
+	$(VENV)-vllm/bin/python -m pytest $(call IN_WORKERS,$(WORKERS)) --junit-xml=build/tests-vllm.xml $(PYTEST_ARGS) tests/vllm
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(call IN_WORKERS,$(WORKERS)) -m "not slow and not ray and not gpu" $(PYTEST_ARGS) $(TESTS)

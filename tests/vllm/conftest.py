@@ -1,4 +1,4 @@
-"""One Ray and one engine for the whole session: vLLM takes half a minute or more to start."""
+"""One Ray and one engine for each xdist worker: vLLM takes half a minute or more to start."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -60,63 +61,61 @@ def test_every_sampled_token_has_the_learners_logprob_to_the_bit(qwen3: tuple[An
 
 
 @pytest.mark.parametrize(
-    ("architecture", "policy"),
-    [("llama", "unified-fp8"), ("qwen2", "unified-fp8"), ("qwen3", "bf16"), ("qwen3", "unified-fp8-ue8m0")],
-)
-def test_architectures_and_policies_are_exactly_on_policy(
-    ray_for_engines: None, architecture: str, policy: str
-) -> None:
-    """Tied embeddings (Llama), biases (Qwen2), per-head norms (Qwen3), BF16 and UE8M0 scales: difference 0."""
-    config = ragged_config(architecture)
-    model = random_learner(config, policy)
-    with start(config, policy) as engine:
-        engine.update_weights(export_weights(model, 1))
-        asked = prompts(2)
-        delta = deltas(model, asked, engine.generate(asked, SAMPLING["group"]), SAMPLING["group"])
-    assert np.abs(delta).max() == 0
-
-
-@pytest.mark.parametrize(
-    ("architecture", "values"),
+    ("architecture", "policy", "values"),
     [
-        (
-            "qwen3",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
-        ),
-        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("llama", "unified-fp8", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         (
             "qwen2",
+            "unified-fp8",
             {"use_sliding_window": True, "sliding_window": 200, "max_window_layers": 1, "layer_types": None},
         ),
-        ("mistral", {"sliding_window": None}),
+        ("qwen3", "bf16", {}),
+        (
+            "qwen3",
+            "unified-fp8-ue8m0",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        ),
+        ("mistral", "unified-fp8", {"sliding_window": None}),
     ],
 )
-def test_scaled_rope_and_short_windows_are_exactly_on_policy(
-    ray_for_engines: None, architecture: str, values: dict[str, Any]
+def test_architectures_and_policies_are_exactly_on_policy(
+    ray_for_engines: None, architecture: str, policy: str, values: dict[str, Any]
 ) -> None:
-    """Scaled rotary tables, sequences within a sliding window, and Mistral: difference 0. Longer sequences than the
-    window are refused by name before vLLM starts."""
+    """Tied embeddings (Llama), biases (Qwen2), per-head norms (Qwen3), Mistral, scaled rotary tables, sequences within
+    a sliding window, BF16 and UE8M0 scales: difference 0. Longer sequences than the window are refused by name before
+    vLLM starts, and random start-up weights are never sampled from."""
     sizes = {k: v for k, v in ragged_config("qwen3").to_dict().items() if k in _SIZES}
-    config = AutoConfig.for_model(architecture, **sizes, **values)
-    model = random_learner(config, "unified-fp8")
+    config = AutoConfig.for_model(
+        architecture, tie_word_embeddings=architecture == "llama", **sizes, **values
+    )
+    model = random_learner(config, policy)
     if "use_sliding_window" in values:
         with pytest.raises(ArchitectureError, match="sliding_window=200"):
-            start(config, "unified-fp8")
-    with start(config, "unified-fp8", max_model_len=200) as engine:
+            start(config, policy)
+    with start(config, policy, max_model_len=200) as engine:
+        with pytest.raises(EngineError, match="no weights yet"):
+            engine.generate([[3]], SamplingParams(max_tokens=2))
         engine.update_weights(export_weights(model, 1))
         asked = prompts(2)
         delta = deltas(model, asked, engine.generate(asked, SAMPLING["group"]), SAMPLING["group"])
     assert np.abs(delta).max() == 0
 
 
-def test_mixed_differs_and_the_monitor_would_see_it(ray_for_engines: None) -> None:
-    """FP8 rollout against a BF16 learner is not on-policy: most tokens differ."""
+@pytest.fixture(scope="module")
+def mixed(ray_for_engines: None) -> Iterator[tuple[Any, Any]]:
+    """(learner, engine) under mixed-bf16-fp8, for the tests up to the one that kills the engine."""
     config = ragged_config("qwen3")
     model = random_learner(config, "mixed-bf16-fp8")
     with start(config, "mixed-bf16-fp8") as engine:
         engine.update_weights(export_weights(model, 1))
-        asked = prompts(2)
-        delta = deltas(model, asked, engine.generate(asked, SAMPLING["group"]), SAMPLING["group"])
+        yield model, engine
+
+
+def test_mixed_differs_and_the_monitor_would_see_it(mixed: tuple[Any, Any]) -> None:
+    """FP8 rollout against a BF16 learner is not on-policy: most tokens differ."""
+    model, engine = mixed
+    asked = prompts(2)
+    delta = deltas(model, asked, engine.generate(asked, SAMPLING["group"]), SAMPLING["group"])
     assert (delta != 0).mean() > 0.5
 
 
@@ -236,17 +235,14 @@ def test_options_that_decide_numerics_cannot_be_overridden() -> None:
         _llm_arguments("d", 64, policy, dataclasses.replace(options, extra=stale))
 
 
-def test_generation_before_the_first_update_is_refused(ray_for_engines: None) -> None:
-    """Random start-up weights are never sampled from; a killed process is an EngineError, not a hang."""
-    engine = start(ragged_config("llama"), "bf16")
-    with pytest.raises(EngineError, match="no weights yet"):
-        engine.generate([[3]], SamplingParams(max_tokens=2))
-    import ray
-
-    pid = int(engine.attest().informational["pid"])
-    os.kill(pid, 9)
+def test_a_killed_process_is_an_engine_error(mixed: tuple[Any, Any]) -> None:
+    """A vLLM that was killed is an EngineError in the next call and in later ones, not a hang; Ray lives on."""
+    _, engine = mixed
+    os.kill(int(engine.attest().informational["pid"]), 9)
     with pytest.raises(EngineError, match="vLLM process died"):
         engine.attest()
     with pytest.raises(EngineError, match="closed"):
         engine.generate([[3]], SamplingParams(max_tokens=2))
+    import ray
+
     assert ray.is_initialized()
