@@ -364,6 +364,7 @@ def _write_model(model: CausalLM, target: Path, dtype: str, max_shard_bytes: int
     write_tensors(target, tensors, max_shard_bytes)
     copy_side_files(model.source_path, target)
     config = dict(model.config.to_dict())
+    config.pop("_name_or_path", None)  # the directory that the model was read from, of this machine and user
     config["dtype"] = dtype
     config["architectures"] = [FAMILIES[model.architecture.model_type].causal_lm]
     write_whole(target / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -45,6 +45,16 @@ class TrainedCheckpoint:
     base_hash: str | None = None
 
     @property
+    def base_name(self) -> str:
+        """What training started from, without a directory of this machine: a name as it is, a model in the hub's cache
+        as `ORGANISATION/MODEL`, of any other path the last part."""
+        path = Path(self.base_model).expanduser()
+        if not path.is_absolute() and not path.is_dir():
+            return self.base_model
+        cached = [part for part in path.parts if part.startswith("models--")]
+        return cached[-1].removeprefix("models--").replace("--", "/") if cached else path.name
+
+    @property
     def weights_folder(self) -> Path:
         """The folder of the checkpoint that holds the learner's weights."""
         return self.path / LEARNER_FOLDER / MODULE_FOLDER

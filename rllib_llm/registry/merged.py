@@ -63,7 +63,7 @@ class Merged:
 
     def write_adapter(self, directory: Path) -> None:
         """The adapters as a PEFT directory."""
-        write_adapter(directory, self.values, self.checkpoint.adapter, self.checkpoint.base_model)
+        write_adapter(directory, self.values, self.checkpoint.adapter, self.checkpoint.base_name)
 
 
 def load_merged(checkpoint: TrainedCheckpoint) -> Merged:

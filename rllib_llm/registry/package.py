@@ -81,6 +81,7 @@ def write_package(
     policy, plan = model.policy, model.plan
     masters = root / MASTERS
     save_pretrained(model, masters, dtype=policy.compute_dtype)
+    _forget_origin(masters / "tokenizer_config.json")
     Owner(policy, plan.hash, "masters").write(masters)
     hashes = _write_rollout(model, root, max(1, weights_version))
     if adapter is not None:
@@ -106,6 +107,20 @@ def write_package(
         adapter=ADAPTER if adapter is not None else None,
     )
     return manifest, manifest.write(root)
+
+
+def _forget_origin(file: Path) -> None:
+    """Drop what transformers noted of the directory that a tokenizer was read from: a path of some machine and user."""
+    if not file.is_file():
+        return
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    kept = {k: v for k, v in settings.items() if not (k.endswith(("name_or_path", "_file")) and _is_path(v))}
+    if kept != settings:
+        _write_json(file, kept)
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(("/", "~"))
 
 
 def _write_rollout(model: CausalLM, root: Path, version: int) -> dict[str, str]:

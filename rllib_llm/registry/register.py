@@ -121,19 +121,24 @@ def _publish(
 
 
 def _base_name(registry: Registry, checkpoint: TrainedCheckpoint) -> str:
-    """What training started from; a registered model by its name and version instead of its directory."""
+    """What training started from, without a directory of this machine: a shipped name, `models:/NAME/VERSION`, or the
+    last part of a path."""
     file = checkpoint.base.parent / MANIFEST_FILE
     entry = registry.holding(file_sha256(file)) if file.is_file() else None
-    return checkpoint.base_model if entry is None else entry.uri
+    return checkpoint.base_name if entry is None else entry.uri
+
+
+def _in_its_experiment(checkpoint: Path) -> str:
+    """`EXPERIMENT/checkpoint_000010`: what a reader can look for; the path above it is of this machine and user."""
+    return "/".join(checkpoint.parts[-2:])
 
 
 def _lineage(source: Source, checkpoint: TrainedCheckpoint, base: str) -> dict[str, Any]:
     return {
         "run_id": source.run_id,
         "run_name": source.run_name,
-        "checkpoint": str(checkpoint.path),
+        "checkpoint": _in_its_experiment(checkpoint.path),
         "base_model": base,
-        "base_directory": str(checkpoint.base),
         "training_iteration": checkpoint.training_iteration,
         "weights_version": checkpoint.weights_version,
         "git_commit": source.run_tags.get("git.rllib_llm.commit"),
@@ -159,7 +164,7 @@ def _tags(source: Source, checkpoint: TrainedCheckpoint, manifest: Manifest, dig
         "policy.plan_hash": manifest.plan_hash,
         MANIFEST_TAG: digest,
         "source.run_id": source.run_id,
-        "source.checkpoint": str(checkpoint.path),
+        "source.checkpoint": lineage["checkpoint"],
         "base_model": lineage["base_model"],
         "training_iteration": str(checkpoint.training_iteration),
         "weights_version": str(checkpoint.weights_version),

@@ -75,7 +75,7 @@ def test_the_model_page_says_where_the_model_comes_from(store, trained):
     assert version.tags["policy.name"] == "unified-fp8"
     assert version.tags["policy.fingerprint"] == load_policy("unified-fp8").fingerprint
     assert version.tags["source.run_id"] == version.run_id == store.run_id
-    assert version.tags["source.checkpoint"] == str(trained.path)
+    assert version.tags["source.checkpoint"] == f"{trained.path.parent.name}/{trained.path.name}"
     assert version.tags["base_model"] == "tiny-chain"
     assert version.tags["git.rllib_llm.commit"] == "c0ffee"
     assert version.tags["training_iteration"] == "1"
@@ -230,8 +230,37 @@ def test_a_model_trained_from_a_registered_one_names_it(store, trained, tmp_path
     write_manifest(str(path))
     made = register(str(path), "second", tracking_uri=store.uri)
     assert made.entry.tags["base_model"] == "models:/adder/1"
-    assert made.manifest.lineage["base_directory"] == str(store.root() / "hf")
     assert made.source.run_id is None  # the copy lies in no trial's directory
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("models/base", "base"), ("hub/models--Acme--Tiny-1B/snapshots/0123abcd", "Acme/Tiny-1B")],
+)
+def test_nothing_of_this_machine_or_its_user_leaves_with_a_model(
+    store, trained, tmp_path, monkeypatch, folder, name
+):
+    """No path, user, host or token is in the artefacts, in texts and tags of the version, or in the logged model."""
+    home = tmp_path / "jane.doe"
+    monkeypatch.setenv("HF_TOKEN", "hf_jane.doe")
+    for variable in ("USER", "LOGNAME", "USERNAME"):
+        monkeypatch.setenv(variable, "jane.doe")
+    monkeypatch.setattr("platform.node", lambda: "jane.doe-laptop")
+    monkeypatch.setattr("socket.gethostname", lambda: "jane.doe-laptop")
+    base = Path(shutil.copytree(store.root() / "hf", home / folder))
+    tokenizer = base / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"name_or_path": str(base)}))
+    path = Path(shutil.copytree(trained.path, home / "runs" / "adder" / "checkpoint_000001"))
+    made = register(str(path), f"clean-{base.name}", tracking_uri=store.uri, base_model=str(base))
+    assert made.entry.tags["base_model"] == name
+    assert made.entry.tags["source.checkpoint"] == "adder/checkpoint_000001"
+    version = store.client.get_model_version(made.entry.name, made.entry.version)
+    logged = store.client.get_logged_model(version.source.removeprefix("models:/"))
+    said = [version.description, *version.tags.items(), *logged.tags.items(), *logged.params.items()]
+    assert not [text for text in map(str, said) if "jane.doe" in text]
+    files = [p for p in Path(logged.artifact_location.removeprefix("file://")).rglob("*") if p.is_file()]
+    assert {"MLmodel", "model.safetensors", "config.json"} <= {p.name for p in files}
+    assert not [p for p in files if b"jane.doe" in p.read_bytes() or str(tmp_path).encode() in p.read_bytes()]
 
 
 def test_models_of_other_kinds_are_counted_not_shown(store, capsys):
