@@ -152,7 +152,7 @@ def convert(hint: Any, value: Any, where: str, meta: typing.Mapping[str, Any], f
     if hint is str and "${" in value and not meta.get("references"):
         return _interpolation(value, where, found)
     if hint is int:
-        return _in_range(value, where, meta, found)
+        return _whole(value, where, meta, found)
     return value
 
 
@@ -240,6 +240,18 @@ def _number(value: Any, where: str, meta: typing.Mapping[str, Any], found: list[
         found.append(Violation(where, value, "is not finite", "give a finite number"))
         return None
     return _in_range(number + 0.0, where, meta, found)  # + 0.0: -0.0 and 0.0 are one number, one fingerprint
+
+
+def _whole(value: int, where: str, meta: typing.Mapping[str, Any], found: list[Violation]) -> int | None:
+    """In range, and within the 64 bits that torch, Ray and MLflow have for a whole number."""
+    before = len(found)
+    value = _in_range(value, where, meta, found)
+    if len(found) > before or -(2**63) <= value < 2**63:
+        return value
+    found.append(
+        Violation(where, value, "out of range", "must fit into 64 bits, at most 9223372036854775807")
+    )
+    return None
 
 
 def _in_range(value: Any, where: str, meta: typing.Mapping[str, Any], found: list[Violation]) -> Any:

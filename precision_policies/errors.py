@@ -73,11 +73,13 @@ class PrecisionOverrideWarning(UserWarning):
 def shorten(value: object, limit: int = 80) -> str:
     """`repr`, cut in its middle to `limit` characters, so that a hostile value cannot flood a message and a path keeps
     the name of its file."""
-    text = (
-        repr(value)
-        if not isinstance(value, dict | list | tuple) or len(value) < 32
-        else f"<{len(value)} entries>"
-    )
+    if isinstance(value, dict | list | tuple) and len(value) >= 32:
+        text = f"<{len(value)} entries>"
+    else:
+        try:
+            text = repr(value)
+        except ValueError:  # Python writes no whole number of more than 4 300 digits
+            text = f"<{type(value).__name__} too long to write>"
     if len(text) <= limit:
         return text
     tail = limit // 2

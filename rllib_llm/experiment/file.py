@@ -20,8 +20,9 @@ import yaml  # PyYAML is what OmegaConf reads with; needed for its errors
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from precision_policies.errors import MISSING, Violation
+from precision_policies.errors import MISSING, Violation, shorten
 from rllib_llm.errors import violations_of
+from rllib_llm.experiment.environment import only_allowed_variables
 from rllib_llm.experiment.errors import ExperimentError
 from rllib_llm.experiment.sections import Experiment
 from rllib_llm.settings.groups import SECTIONS
@@ -51,7 +52,11 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
         for key in missing:
             found.append(Violation(key, MISSING, "must be given", f"{key}=VALUE"))
             OmegaConf.update(merged, key, None)
-        data = OmegaConf.to_container(merged, resolve=True)
+        unread: list[Violation] = []
+        with only_allowed_variables(unread):
+            data = OmegaConf.to_container(merged, resolve=True)
+        if unread:  # the values that they stand for are unknown, so nothing else is said of them
+            raise ExperimentError(str(source), [*found, *unread])
     except OmegaConfBaseException as error:
         raise ExperimentError(str(source), [_plain_text(error)]) from error
     except TypeError as error:
@@ -132,7 +137,11 @@ def _read(path: Path, source: str) -> dict[str, Any]:
         loaded = OmegaConf.create(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ExperimentError(source, [_plain_text(error, "cannot be read as UTF-8 text")]) from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (
+        yaml.YAMLError,
+        OmegaConfBaseException,
+        ValueError,
+    ) as error:  # ValueError: a number of 5 000 digits
         raise ExperimentError(source, [_plain_text(error, "not valid YAML")]) from error
     data = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(data, dict):
@@ -159,13 +168,13 @@ def _overrides(texts: Iterable[str]) -> _Overrides:
         key = SHORTHANDS.get(key.removesuffix(":"), key.removesuffix(":"))
         if not equals or not key.strip() or key.startswith("-"):
             remedy = "write key.path=value, for example train.lr=2e-4"
-            out.found.append(Violation("", None, f"{text!r} is not an override", remedy))
+            out.found.append(Violation("", None, f"{shorten(text)} is not an override", remedy))
             continue
         try:
             value = _value(value)
             OmegaConf.from_dotlist([f"{key}={value}"])
         except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-            problem, remedy = f"{text!r}: the value is not YAML", "in a shell, quote it: 'key={a: 1}'"
+            problem, remedy = f"{shorten(text)}: the value is not YAML", "in a shell, quote it: 'key={a: 1}'"
             out.found.append(_plain_text(error, problem, remedy))
             continue
         good.append(f"{key}={value}")

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from rllib_llm.engines.factory import ENGINES
 from rllib_llm.experiment.errors import ExperimentError
@@ -251,6 +252,49 @@ def test_interpolation_is_resolved(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("run: {seed: 5, iterations: '${run.seed}'}\n")
     assert load_experiment(file, ["run.seed=7"]).run.iterations == 7
+
+
+@pytest.mark.parametrize("text", ["${oc.env:SECRET}", "${oc.${run.directory}:SECRET}", "${oc.env:SECRET,x}"])
+def test_environment_variables_need_the_leave_of_who_starts_the_run(tmp_path, monkeypatch, text):
+    """A file reads no variable that the allow list of the process does not name, however it writes it."""
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        f"env: model:x\nmodel: tiny-chain\nrun: {{directory: env}}\ntracking: {{tags: {{a: '{text}'}}}}\n"
+    )
+    monkeypatch.setenv("SECRET", "hf_123")
+    monkeypatch.setenv("RLLIB_LLM_CONFIG_ENV", "HOME,OTHER")
+    with pytest.raises(ExperimentError) as refused:
+        load_experiment(file)
+    [problem] = refused.value.problems
+    assert problem.startswith("tracking.tags.a = '${oc.env:SECRET}': reads an environment variable")
+    assert problem.endswith("start with RLLIB_LLM_CONFIG_ENV=SECRET")
+    assert "hf_123" not in str(refused.value)
+    monkeypatch.setenv("RLLIB_LLM_CONFIG_ENV", "HOME, SECRET")
+    assert load_experiment(file).tracking.tags == {"a": "hf_123"}
+    assert OmegaConf.to_container(OmegaConf.create({"a": "${oc.env:SECRET}"}), resolve=True) == {
+        "a": "hf_123"
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "digits"),
+    [
+        *((key, n) for key in ("run.iterations", "rollout.group_size") for n in (20, 400, 5000)),
+        *((key, n) for key in ("train.lr", "run.max_minutes") for n in (400, 5000)),
+    ],
+)
+def test_numbers_that_nothing_can_hold_are_one_short_sentence(tmp_path, key, digits):
+    """A whole number beyond 64 bits and a number beyond float64 are refused by their key, in a file and as an override;
+    more digits than Python reads are refused too."""
+    section, name = key.split(".")
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{section}: {{{name}: {'9' * digits}}}")
+    for source, overrides in ((file, []), ("quickstart", [f"{key}={'9' * digits}"])):
+        with pytest.raises(ExperimentError) as refused:
+            load_experiment(source, overrides)
+        [problem] = [p for p in refused.value.problems if "999" in p or "digits" in p]
+        assert len(problem) < 400
+        assert digits > 4300 or problem.startswith(f"{key} = ")
 
 
 def test_yaml_round_trip():
