@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .errors import PolicyError, Violation, closest, shorten
-from .migrations import migrate
+from .migrations import migrate, no_version
 from .policy import PrecisionPolicy
 from .schema import SCHEMA_VERSION
 
@@ -54,15 +54,30 @@ def load_policy(source: str | os.PathLike[str] | Mapping[str, Any] | PrecisionPo
         problem = "is neither a name, a path, a mapping nor a policy"
         raise PolicyError("policy", [Violation("policy", source, problem, "give one of these")])
     path = _locate(os.fspath(source), Path.cwd(), "policy", "policy")
-    tree = _inherit(_read(path), path.parent, str(path), (str(path),))
-    tree.setdefault("name", path.stem)
-    return PrecisionPolicy.from_dict(tree, origin=str(path))
+    return _of_text(_read(path), path.parent, str(path), (str(path),), path.stem)
 
 
 def from_yaml(text: str, origin: str = "text") -> PrecisionPolicy:
     """A policy from YAML text, as `to_yaml` writes it; relative `extends` start at the working directory."""
-    tree = _inherit(parse_yaml(text, origin), Path.cwd(), origin, ())
-    tree.setdefault("name", "custom")
+    return _of_text(parse_yaml(text, origin), Path.cwd(), origin, (), "custom")
+
+
+def _of_text(
+    data: dict[str, Any], folder: Path, origin: str, chain: tuple[str, ...], name: str
+) -> PrecisionPolicy:
+    """The policy of a file's data. Without a version it is refused, with what else is wrong if it is of today's."""
+    if "schema_version" in data:
+        return _of_tree(_inherit(data, folder, origin, chain), origin, name)
+    found = [no_version()]
+    try:
+        _of_tree(_inherit({**data, "schema_version": SCHEMA_VERSION}, folder, origin, chain), origin, name)
+    except PolicyError as error:
+        found += error.violations
+    raise PolicyError(f"policy ({origin})", found)
+
+
+def _of_tree(tree: dict[str, Any], origin: str, name: str) -> PrecisionPolicy:
+    tree.setdefault("name", name)
     return PrecisionPolicy.from_dict(tree, origin=origin)
 
 

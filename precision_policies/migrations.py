@@ -20,9 +20,7 @@ def migrate(data: dict[str, Any], origin: str) -> dict[str, Any]:
     """A copy of `data` in the current schema. Raises PolicyError for a missing or unknown version."""
     version = data.get("schema_version", MISSING)
     if type(version) is not int:
-        remedy = f"write schema_version: {SCHEMA_VERSION}"
-        problem = "missing" if version is MISSING else "is not a whole number"
-        raise PolicyError(f"policy ({origin})", [Violation("schema_version", version, problem, remedy)])
+        raise PolicyError(f"policy ({origin})", [no_version(version)])
     if version > SCHEMA_VERSION:
         problem = f"is newer than this version of precision_policies knows ({SCHEMA_VERSION})"
         raise _refused(
@@ -37,6 +35,12 @@ def migrate(data: dict[str, Any], origin: str) -> dict[str, Any]:
             raise _refused(origin, version, "is not a version that ever was", f"write {SCHEMA_VERSION}")
         data = MIGRATIONS[step](data)
     return {**data, "schema_version": SCHEMA_VERSION}
+
+
+def no_version(version: Any = MISSING) -> Violation:
+    """Of a file without a version, or with something else in its place."""
+    problem = "missing" if version is MISSING else "is not a whole number"
+    return Violation("schema_version", version, problem, f"write schema_version: {SCHEMA_VERSION}")
 
 
 def _refused(origin: str, version: int, problem: str, remedy: str) -> PolicyError:

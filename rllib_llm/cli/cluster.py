@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -32,6 +33,8 @@ _RAY_ENVIRONMENT = {
 
 
 _ANSWER_S = 10.0
+_PER_CORE = 4
+"""CPUs that a local Ray may declare for each core of the machine; a one-core machine runs the quickstart."""
 
 
 class RayUnavailableError(RllibLLMError, InputError, RuntimeError):
@@ -43,7 +46,7 @@ def running_ray(resources: ResourceSettings, config: Any) -> Iterator[RayWatch |
     """Ray, started or joined, while it is entered, for trials of `config` (a GRPOConfig). One that runs already stays,
     and is not watched: None.
 
-    A local Ray declares `ray_cpus` CPUs, or the machine's, or as many as one trial needs. Raises RayUnavailableError,
+    A local Ray declares `ray_cpus` CPUs, or `cpus_to_declare`. Raises RayUnavailableError,
     and PlacementError where a trial asks for more than there is: Tune would wait for ever.
     """
     import ray
@@ -63,8 +66,7 @@ def running_ray(resources: ResourceSettings, config: Any) -> Iterator[RayWatch |
             with kept_handler():
                 _join(resources.ray_address)
         elif started:
-            needed = int(-(-request.required_resources.get("CPU", 1) // 1))
-            cpus = resources.ray_cpus or max(os.cpu_count() or 1, needed)
+            cpus = resources.ray_cpus or cpus_to_declare(request.required_resources.get("CPU", 1))
             with _ignored(signal.SIGHUP), kept_handler():
                 ray.init(
                     address="local",  # whatever RAY_ADDRESS says
@@ -83,6 +85,13 @@ def running_ray(resources: ResourceSettings, config: Any) -> Iterator[RayWatch |
             watch.stop()
         if started:
             ray.shutdown()
+
+
+def cpus_to_declare(needed: float) -> int:
+    """The machine's cores, or what one trial needs where that is at most `_PER_CORE` for each: its processes mostly
+    wait for one another. A trial that needs more is then refused as one that can never be placed."""
+    cores, whole = os.cpu_count() or 1, math.ceil(needed)
+    return whole if cores < whole <= _PER_CORE * cores else cores
 
 
 @contextmanager

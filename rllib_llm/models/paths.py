@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def register_scheme(scheme: str, resolve: Callable[[str], Path]) -> None:
     So what fetches models (the registry) can stand above what loads them.
     """
     _SCHEMES[scheme] = resolve
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""ORGANISATION/MODEL."""
 
 
 def _assets_root() -> Path | None:
@@ -94,9 +99,18 @@ def resolve_model_path(model: str | os.PathLike[str]) -> Path:
     else:
         found = f"no directory {path.absolute()}"
     raise ModelPathError(
-        f"model={str(model)!r}: {found}. Give a directory in Hugging Face format ({CONFIG_FILE} + "
-        f"*.safetensors) or a "
-        f"shipped model: {', '.join(shipped_models()) or '(none found)'}. Model hubs are not contacted; "
-        f"GGUF files are "
+        f"model={str(model)!r}: {found}. Give a directory in Hugging Face format ({CONFIG_FILE} + *.safetensors) or a "
+        f"shipped model: {', '.join(shipped_models()) or '(none found)'}. {_download_of(str(model))}; GGUF files are "
         f"converted with examples/make_smollm2.py."
+    )
+
+
+def _download_of(model: str) -> str:
+    """What to do for a model that may be one of the hub's, which nothing here contacts."""
+    if not _HUB_NAME.fullmatch(model):
+        return "Model hubs are not contacted"
+    name = model.partition("/")[2]
+    return (
+        f"Model hubs are not contacted: if this is a name of Hugging Face's, download it first with "
+        f"`hf download {model} --local-dir {name}`, then give model.path={name}"
     )

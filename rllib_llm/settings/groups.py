@@ -304,7 +304,9 @@ class ResourceSettings:
     gpus_per_learner: float = setting(0.0, "GPUs of each learner", low=0)
     ray_address: str | None = setting(None, "cluster to join; null starts Ray on this machine")
     ray_cpus: int | None = setting(
-        None, "CPUs that a locally started Ray declares; null: the machine's, or as many as needed", low=1
+        None,
+        "CPUs that a locally started Ray declares; null: the machine's, or as many as needed up to four per core",
+        low=1,
     )
 
 

@@ -290,3 +290,27 @@ def _raise_token_ids(file):
         token: i if token in special else i + 128 for token, i in vocabulary.items()
     }
     file.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("cores", "needed", "declared"),
+    [(2, 1, 2), (2, 2.5, 3), (2, 8, 8), (2, 8.5, 2), (2, 64, 2), (1, 2, 2), (1, 3.1, 4), (64, 64, 64)],
+)
+def test_a_local_ray_declares_a_few_cpus_per_core_at_most(monkeypatch, cores, needed, declared):
+    """Processes that wait for one another may share a core; 64 on two cores are left to be refused."""
+    from rllib_llm.cli.cluster import cpus_to_declare
+
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert cpus_to_declare(needed) == declared
+
+
+@pytest.mark.parametrize(
+    ("model", "downloadable"),
+    [("Qwen/Qwen3-0.6B", True), ("tiny-chian", False), ("./a/b", False), ("/a/b", False), ("a/b/c", False)],
+)
+def test_a_name_of_the_hub_says_how_to_download_it(capsys, model, downloadable):
+    """Nothing contacts a hub, so a name that may be one's is answered with the command that fetches it."""
+    assert main(["train", "quickstart", f"model={model}"]) == 2
+    err = capsys.readouterr().err
+    assert (f"hf download {model} --local-dir {model.rpartition('/')[2]}" in err) == downloadable
+    assert "Model hubs are not contacted" in err

@@ -81,6 +81,19 @@ def test_a_file_needs_its_schema_version_and_a_mapping_does_not(tmp_path: Path) 
     assert load_policy({"extends": "bf16"}).fingerprint == load_policy("bf16").fingerprint
 
 
+def test_a_file_without_a_version_still_says_what_else_is_wrong(tmp_path: Path) -> None:
+    """All violations at once: the missing version does not hide the others."""
+    text = "extends: bf16\nmaster_dtype: fp9\nguard: {patience: 0}\ngaurd: {}\n"
+    with pytest.raises(PolicyError) as refused:
+        load_policy(write(tmp_path, "a.yaml", text))
+    keys = [violation.key for violation in refused.value.violations]
+    assert keys[0] == "schema_version"
+    assert {"master_dtype", "guard.patience", "gaurd"} <= set(keys)
+    with pytest.raises(PolicyError) as refused:
+        load_policy(write(tmp_path, "b.yaml", "extends: bf16\n"))
+    assert [violation.key for violation in refused.value.violations] == ["schema_version"]
+
+
 @pytest.mark.parametrize(("version", "why"), [("2", "newer"), ("0", "ever was"), ("one", "whole number")])
 def test_unknown_schema_versions_are_refused_with_what_to_write(
     version: str, why: str, tmp_path: Path
