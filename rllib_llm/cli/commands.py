@@ -19,9 +19,11 @@ def add_all(subparsers: Any, whole: argparse.ArgumentParser) -> None:
     from rllib_llm.cli.doctor import add_doctor_parser
     from rllib_llm.cli.mismatch import add_mismatch_parser
     from rllib_llm.cli.models import add_models_parser
+    from rllib_llm.cli.warm import add_warm_parser
     from rllib_llm.cli.watch import add_watch_parser
 
     _add_train(subparsers)
+    add_warm_parser(subparsers)
     add_watch_parser(subparsers)
     _add_eval(subparsers)
     add_compare_parsers(subparsers)

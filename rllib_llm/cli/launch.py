@@ -18,6 +18,7 @@ from rllib_llm.cli.progress import ProgressCallback
 from rllib_llm.cli.ray_loss import end_process
 from rllib_llm.cli.shell import command_line
 from rllib_llm.cli.summary import closing_table
+from rllib_llm.cli.warm import warm_for_training
 from rllib_llm.experiment.resume import new_directory
 from rllib_llm.experiment.rules import usable_configs
 from rllib_llm.experiment.sections import Experiment
@@ -70,6 +71,8 @@ def launch(experiment: Experiment, directory: Path | None = None, checkpoint: Pa
         if directory is not None:
             held.enter_context(only_here(directory))
         watch = held.enter_context(running_ray(experiment.run.resources, config))
+        if experiment.run.compile_ahead:
+            warm_for_training(config)
         if directory is None:  # Ray has not refused
             directory = new_directory(experiment, policy.name)
             held.enter_context(only_here(directory))

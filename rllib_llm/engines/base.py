@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -119,11 +119,24 @@ class Completion:
     weights_version: int
 
 
+@dataclass(frozen=True)
+class StepSize:
+    """Most sequences that one step of an engine decodes, and most tokens of one step."""
+
+    sequences: int
+    tokens: int
+
+
 class RolloutEngine(ABC):
     """Generates completions with weights of a known version. One caller at a time."""
 
     max_model_len: int
     """Context in tokens: prompt, answers and observations of one sequence together."""
+
+    @classmethod
+    @abstractmethod
+    def largest_step(cls, options: Mapping[str, Any]) -> StepSize:
+        """How large a step can be of an engine that is made with these options of its constructor."""
 
     @property
     @abstractmethod

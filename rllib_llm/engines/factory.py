@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
-from rllib_llm.engines.base import EngineUnavailableError, RolloutEngine
+from rllib_llm.engines.base import EngineUnavailableError, RolloutEngine, StepSize
 
 # name -> (module, class); a module is imported only when its engine is asked for.
 ENGINES: dict[str, tuple[str, str]] = {
@@ -40,9 +41,18 @@ def make_engine(name: str, model: Any, policy: Any, **options: Any) -> RolloutEn
     missing = missing_engine(name)
     if missing:
         raise EngineUnavailableError(missing)
-    engine_class = getattr(importlib.import_module(module_name), class_name)
-    engine: RolloutEngine = engine_class(model, policy, **options)
+    engine: RolloutEngine = _engine_class(module_name, class_name)(model, policy, **options)  # type: ignore[call-arg]
     return engine
+
+
+def largest_step(name: str, options: Mapping[str, Any]) -> StepSize:
+    """The largest step of the engine `name`, made with these options; makes none."""
+    return _engine_class(*ENGINES[name]).largest_step(options)
+
+
+def _engine_class(module_name: str, class_name: str) -> type[RolloutEngine]:
+    engine_class: type[RolloutEngine] = getattr(importlib.import_module(module_name), class_name)
+    return engine_class
 
 
 def missing_engine(name: str) -> str | None:

@@ -8,13 +8,20 @@ the same weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from precision_policies import AdapterSpec, Attestation, PrecisionPolicy, load_policy
-from rllib_llm.engines.base import CHECKPOINT_VERSION, NO_WEIGHTS, Completion, RolloutEngine, SamplingParams
+from rllib_llm.engines.base import (
+    CHECKPOINT_VERSION,
+    NO_WEIGHTS,
+    Completion,
+    RolloutEngine,
+    SamplingParams,
+    StepSize,
+)
 from rllib_llm.engines.checks import (
     check_prompts,
     check_same_params,
@@ -42,6 +49,7 @@ from rllib_llm.sync.topology import Place, place_of
 from rllib_llm.sync.verify import WeightReceipt
 
 _CAPACITY_STEP = 64  # caches of nearby sizes are shared between calls
+_MAX_NUM_SEQS, _MAX_PREFILL_TOKENS = 128, 4096
 
 
 class TorchEngine(RolloutEngine):
@@ -72,8 +80,8 @@ class TorchEngine(RolloutEngine):
         tokenizer: TokenDecoder | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         max_model_len: int | None = None,
-        max_num_seqs: int = 128,
-        max_prefill_tokens: int = 4096,
+        max_num_seqs: int = _MAX_NUM_SEQS,
+        max_prefill_tokens: int = _MAX_PREFILL_TOKENS,
         kv_cache_bytes: int = 4 << 30,
         device: str | torch.device = "cpu",
         allow_other_policy: bool = False,
@@ -104,6 +112,12 @@ class TorchEngine(RolloutEngine):
         self._running: Generation | None = None
         self._requests: dict[int, int] = {}  # id -> number in `_running`
         self._next_id = 0
+
+    @classmethod
+    def largest_step(cls, options: Mapping[str, Any]) -> StepSize:
+        return StepSize(
+            options.get("max_num_seqs", _MAX_NUM_SEQS), options.get("max_prefill_tokens", _MAX_PREFILL_TOKENS)
+        )
 
     def _first_model(self, load_weights: bool, allow_other_policy: bool) -> CausalLM:
         if self._path is None or not load_weights:

@@ -23,7 +23,7 @@ from rllib_llm.learner.digest import state_digest
 from rllib_llm.learner.gradients import Gradients
 from rllib_llm.learner.iteration import Iteration, Scores, TrainInput
 from rllib_llm.learner.micro_batch import MicroBatch, Shard, cut_by_tokens
-from rllib_llm.learner.module import CausalLMModule
+from rllib_llm.learner.module import CausalLMModule, low_halves
 from rllib_llm.learner.optimizer import LossScaler, PolicyAdamW, lr_factor
 from rllib_llm.learner.rollout_distribution import rollout_distribution
 from rllib_llm.learner.signals import advantages_with_kl, measured_noise
@@ -100,7 +100,7 @@ class LLMTorchLearner(TorchLearner):
             eps=train.eps,
             weight_decay=train.weight_decay,
             state_dtype=policy.optimizer_state_dtype,
-            low_halves=self._module[module_id].low_halves(),
+            low_halves=low_halves(self._module[module_id].lm),
         )
         self.register_optimizer(module_id=module_id, optimizer=optimizer, params=params)
         self.optimizer, self.gradients = optimizer, Gradients(params)

@@ -25,7 +25,7 @@ from rllib_llm.on_disk.checkpoint import MODULE_FILE, WEIGHTS_FILE, opened
 from rllib_llm.on_disk.state_file import StateFileError, read_tensor_file, write_tensor_file
 from rllib_llm.settings.adapter import read_adapter
 
-__all__ = ["CausalLMModule"]
+__all__ = ["CausalLMModule", "low_halves", "score"]
 
 
 class CausalLMModule(TorchRLModule):
@@ -82,14 +82,6 @@ class CausalLMModule(TorchRLModule):
         if self._is_own_reference:
             return self.lm
         return self._reference[0] if self._reference else None
-
-    def low_halves(self) -> dict[torch.nn.Parameter, Callable[[], LowHalf | None]]:
-        """Of each parameter, what gives the rest of its FP32 numbers where they are split."""
-        return {
-            getattr(module, suffix): functools.partial(module.low_half, suffix)
-            for _, module, suffix in self.lm.masters()
-            if module.low_half(suffix) is not None
-        }
 
     def _apply(self, fn: Any, recurse: bool = True) -> CausalLMModule:
         for reference in self._reference:
@@ -216,6 +208,15 @@ def _require_same_tokens(path: str, reference_path: str) -> None:
             f"{example!r} is {other.get(example)} there and {own.get(example)} here, so a KL between the two has no "
             "meaning. Use a reference with the same tokenizer."
         )
+
+
+def low_halves(lm: CausalLM) -> dict[torch.nn.Parameter, Callable[[], LowHalf | None]]:
+    """Of each parameter, what gives the rest of its FP32 numbers where they are split."""
+    return {
+        getattr(module, suffix): functools.partial(module.low_half, suffix)
+        for _, module, suffix in lm.masters()
+        if module.low_half(suffix) is not None
+    }
 
 
 def score(lm: CausalLM, micro: MicroBatch, distribution: SamplingDistribution) -> Scores:

@@ -326,6 +326,9 @@ class RunSettings:
         0, "restarts of the trial from its last checkpoint after an error; -1: without limit", low=-1
     )
     directory: str = setting("results", "where experiment directories are made")
+    compile_ahead: bool = setting(
+        True, "on a GPU of this machine, compile the matrix products that the run will meet before it starts"
+    )
     resources: ResourceSettings = field(default_factory=ResourceSettings)
 
 

@@ -18,6 +18,7 @@ from rllib_llm.engines.base import PromptError, SamplingParamsError
 from rllib_llm.engines.vllm import compat
 from rllib_llm.engines.vllm.worker import VLLMWorker, WorkerOptions
 from rllib_llm.errors import EngineError
+from rllib_llm.process.kernel_cache import CACHE_VARIABLE, kernel_cache
 from rllib_llm.sync.packed import WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,9 @@ class VLLMActor:
         call_timeout_s: float,
     ) -> None:
         environment = _PROCESS_ENVIRONMENT | policy.environment(engine="vllm", device=options.device)
+        if options.device == "cuda":
+            # vLLM would choose a directory of its own, and kernels would be compiled twice (vllm/utils/deep_gemm.py).
+            environment[CACHE_VARIABLE] = str(kernel_cache())
         if options.device == "cuda" and not num_gpus:
             # Ray hides the GPUs from an actor that reserves none; this one shares those of the env runner.
             environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

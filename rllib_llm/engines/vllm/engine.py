@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from precision_policies import AdapterSpec, Attestation, PrecisionPolicy, load_policy
-from rllib_llm.engines.base import CHECKPOINT_VERSION, NO_WEIGHTS, Completion, RolloutEngine, SamplingParams
+from rllib_llm.engines.base import (
+    CHECKPOINT_VERSION,
+    NO_WEIGHTS,
+    Completion,
+    RolloutEngine,
+    SamplingParams,
+    StepSize,
+)
 from rllib_llm.engines.checks import (
     check_prompts,
     check_same_params,
@@ -35,6 +42,9 @@ from rllib_llm.sync.verify import WeightReceipt
 
 PING_TIMEOUT_S = 60.0
 """A vLLM that does nothing else and does not answer within this time is dead to `VLLMEngine.alive`."""
+_MAX_NUM_SEQS = 256
+_MOST_BATCHED_TOKENS = 16384
+"""vLLM's largest default of `max_num_batched_tokens` for `vllm.LLM` (`EngineArgs.get_batch_defaults` of 0.32)."""
 CHUNK_BYTES = 256 << 20
 """Weights that travel through Ray's object store do so in chunks of about this size."""
 
@@ -76,7 +86,7 @@ class VLLMEngine(RolloutEngine):
         *,
         load_weights: bool = True,
         max_model_len: int | None = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int = _MAX_NUM_SEQS,
         max_num_batched_tokens: int | None = None,
         kv_cache_bytes: int | None = None,
         gpu_memory_utilization: float = 0.6,
@@ -129,6 +139,13 @@ class VLLMEngine(RolloutEngine):
         resources = {"num_gpus": num_gpus, "num_cpus": num_cpus, "call_timeout_s": call_timeout_s}
         self._actor = VLLMActor(self._directory.name, self.policy, self._options, **resources)
         self._start(start_timeout_s, load_weights)
+
+    @classmethod
+    def largest_step(cls, options: Mapping[str, Any]) -> StepSize:
+        return StepSize(
+            options.get("max_num_seqs", _MAX_NUM_SEQS),
+            options.get("max_num_batched_tokens") or _MOST_BATCHED_TOKENS,
+        )
 
     def _start(self, timeout_s: float, load_weights: bool) -> None:
         self._place: Place = self._call("ready", timeout_s=timeout_s)["place"]

@@ -1,0 +1,1 @@
+"""Compiling the kernels of a run before it starts: which they are, in processes side by side, into caches that stay."""
