@@ -95,7 +95,7 @@ def compile_bar() -> Iterator[CompileBar]:
 
 
 class CompileBar:
-    """A tqdm bar over the sizes that were met, with the number of new kernels; plain lines where stderr is no terminal."""
+    """A tqdm bar over the sizes that were met, with the number of new kernels; lines where stderr is no terminal."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None

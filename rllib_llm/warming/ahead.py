@@ -73,7 +73,7 @@ def compile_ahead(
     products_only: bool = False,
     processes: int | None = None,
 ) -> Compiled:
-    """Compile the kernels that a run with these settings will meet, as far as the stamps do not say that they are there.
+    """Compile the kernels that a run with these settings will meet, unless the stamps say that they are there.
 
     products_only: DeepGEMM's alone, without a pass of the learner for those of Triton. processes: at most so many
     compile; None: one per core, at most `MOST_PROCESSES`.

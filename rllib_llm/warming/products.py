@@ -34,21 +34,21 @@ TILE = 64
 vLLM bundles, and 54e2261). The rest of its choice reads rows only as the number of tiles, rounded up."""
 BLOCK = 128
 MOST_OUTPUTS = 1 << 26
-"""Rows x columns of the largest result that is asked for. Its 4 000 tiles of 128 x 128 are thirty times as many as a GPU
-has multiprocessors: how full the last round is, which is what makes the choice change with the rows, is then 3 % at
-most. No configuration was first chosen above this in any shape of `tests/warming/test_rows.py`."""
+"""Rows x columns of the largest result that is asked for. Its 4 000 tiles of 128 x 128 are thirty times as many as a
+GPU has multiprocessors: how full the last round is, which is what makes the choice change with the rows, is then 3 %
+at most. No configuration was first chosen above this in any shape of `tests/warming/test_rows.py`."""
 FEWEST_ROWS = 1024
 """Asked for whatever the number of columns: steps of engines that decode."""
-MOST_TOKENS = 8192
-"""Largest contraction of a weight gradient that is asked for. It enters the choice only beside the cost of writing the
-result, which a few thousand tokens outweigh."""
+MOST_TOKENS = 1 << 16
+"""Largest contraction of a weight gradient that is asked for, more than a micro-batch has. It enters the choice beside
+the cost of writing the result: a gradient [320, 5440] of 17 920 tokens takes another kernel than of 8 192."""
 _OPERANDS = {"fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Most tokens of one forward pass of the learner and of an engine, of one sequence, and most sequences that an engine
-    decodes."""
+    """Most tokens of one forward pass of the learner and of an engine, of one sequence, and most sequences that an
+    engine decodes."""
 
     train_tokens: int
     engine_tokens: int

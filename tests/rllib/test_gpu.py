@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rllib_llm import metric_names as names
+from rllib_llm.process.kernel_cache import compiled_kernels, kernel_cache
+from rllib_llm.warming.ahead import compile_ahead
+from tests.rllib.toy import make_model
 
 Make = Callable[..., Any]
 
@@ -71,3 +75,23 @@ def test_adapters_train_on_a_gpu(build: Make, toy_config: Make, policy: str) -> 
         result = algo.train()
         assert result[names.MISMATCH]["bit_equal_share"] == 1.0
     assert algo.learner_group._learner.digest() != before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["unified-fp8", "bf16"])
+def test_a_warmed_run_compiles_no_matrix_product(
+    build: Make, toy_config: Make, tmp_path: Path, policy: str
+) -> None:
+    """A shape that no other test has: compiled ahead, no number of rows of four iterations meets a new kernel."""
+    config = toy_config(policy, engine_options={"device": "cuda"}, max_new_tokens=12)
+    config.model(str(make_model(tmp_path / "model", hidden=384))).learners(num_gpus_per_learner=1)
+    config.training(micro_batch_tokens=96)
+    compiled = compile_ahead(config.settings(), products_only=True)
+    assert compiled.parts == ("products",)
+    assert compiled.kernels > 0
+    assert compile_ahead(config.settings(), products_only=True).parts == ()
+    before = compiled_kernels(kernel_cache())
+    algo = build(config)
+    for _ in range(4):
+        algo.train()
+    assert compiled_kernels(kernel_cache()) == before

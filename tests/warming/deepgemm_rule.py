@@ -1,8 +1,8 @@
 """DeepGEMM's choice of a kernel on Hopper, stated again: what of a product decides which kernel is compiled.
 
-After `SM90ArchSpec` of csrc/jit_kernels/heuristics/sm90.hpp and the template arguments in csrc/jit_kernels/impls/sm90_*.hpp
-of deepseek-ai/DeepGEMM at 891d57b (which vLLM bundles) and 54e2261; the two choose alike. Only tests use this: the
-product calls DeepGEMM and lets it choose.
+After `SM90ArchSpec` of csrc/jit_kernels/heuristics/sm90.hpp and the template arguments in
+csrc/jit_kernels/impls/sm90_*.hpp of deepseek-ai/DeepGEMM at 891d57b (which vLLM bundles) and 54e2261; the two choose
+alike. Only tests use this: the product calls DeepGEMM and lets it choose.
 """
 
 from __future__ import annotations
