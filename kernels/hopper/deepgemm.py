@@ -57,6 +57,12 @@ _VERSION = f"deep_gemm-{deep_gemm.__version__}+{TRITON_VERSION}"
 """Triton runs the shapes that DeepGEMM refuses."""
 
 
+_TILE, _TOO_FEW_ROWS = 64, 32
+"""Rows of the 1D1D kernel's smallest tile. For 1 to 32 rows DeepGEMM may choose tiles of 16 or 32, which the kernel's
+own assertions refuse ("Invalid block size"): vLLM 0.26's copy did not compile for 1, 2, 16, 17 and 32 rows of a weight
+[128, 384] and did for 33, 64, 96 and 128 (H200, 2026-12-01)."""
+
+
 def accepts(outputs: int, contraction: int) -> bool:
     """Whether DeepGEMM runs a forward or dgrad GEMM with a weight of this shape (the rule of the module docstring)."""
     return contraction > 0 and contraction % BLOCK == 0 and outputs % 64 == 0
@@ -143,9 +149,23 @@ def _product(
     if out_dtype == torch.bfloat16:
         scales = weight.scales.t() if transposed else weight.scales
         return _fp8_op(a.codes, a.scales, codes, scales)
-    out = torch.zeros(a.shape[0], codes.shape[0], dtype=torch.float32, device=codes.device)
-    _fp8_accumulate_op(a.codes, a.scales, codes, _row_scales(weight, transposed), out, "nk")
-    return out.to(out_dtype)
+    rows, a_scales = a.codes, a.scales
+    if a.shape[0] <= _TOO_FEW_ROWS:
+        rows, a_scales = _padded_rows(a)
+    out = torch.zeros(rows.shape[0], codes.shape[0], dtype=torch.float32, device=codes.device)
+    _fp8_accumulate_op(rows, a_scales, codes, _row_scales(weight, transposed), out, "nk")
+    return out[: a.shape[0]].to(out_dtype)
+
+
+def _padded_rows(a: Quantised) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of 1x128 groups with rows of zeros below, `_TILE` in all."""
+    rows, columns = a.shape
+    codes = torch.zeros(_TILE, columns, dtype=torch.uint8, device=a.codes.device)
+    codes[:rows] = a.codes.view(torch.uint8)
+    scales = aligned_scales(_TILE, a.scales.shape[1], a.scales.device)
+    scales[:rows] = a.scales
+    scales[rows:] = 1.0
+    return codes.view(a.codes.dtype), scales
 
 
 @implements("deepgemm", _VERSION)

@@ -83,11 +83,12 @@ def test_gemm_rows_do_not_depend_on_the_batch(n, k):
     b = implementation("quantise_weight", CUDA)(w)
     products = {
         "fp8": lambda t: _op("block_fp8_matmul")(_op("quantise_activation")(t), b),
+        "fp8 to fp32": lambda t: _op("block_fp8_matmul")(_op("quantise_activation")(t), b, torch.float32),
         "bf16": lambda t: _op("invariant_matmul")(t, w),
     }
     for name, product in products.items():
         full = product(x)
-        for m in (1, 2, 3, 5, 127, 128, 129, 300, 1024):
+        for m in (1, 2, 3, 5, 31, 32, 33, 127, 128, 129, 300, 1024):
             assert_same_bits(product(x[:m]), full[:m], f"{name} first {m}")
             assert_same_bits(product(x[-m:]), full[-m:], f"{name} last {m}")
 
