@@ -193,7 +193,7 @@ def _new_directory(plan: ComparisonPlan, wished: str | None) -> Path:
 
 def read_plan(directory: Path, concurrent: int | None) -> ComparisonPlan:
     """The plan of a comparison that was begun in `directory`. Raises UsageError where none was."""
-    from precision_policies import load_policy
+    from precision_policies import PolicyError, load_policy
     from rllib_llm.compare.curves import DESCRIPTION_FILE
     from rllib_llm.compare.experiment import ComparisonPlan
     from rllib_llm.experiment.file import load_experiment
@@ -209,7 +209,9 @@ def read_plan(directory: Path, concurrent: int | None) -> ComparisonPlan:
         planned, arms = description["planned"], description["arms"]
         policies = tuple(load_policy(arms[name]["definition"]) for name in planned["arms"])
         seeds, iterations = tuple(planned["seeds"]), int(planned["iterations"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except PolicyError:  # says itself what is wrong
+        raise
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise UsageError(
             f"{files[1]} does not hold the plan of a comparison ({type(error).__name__}: {error}); its raw results can "
             f"still be reported: {command_line('rllib-llm', 'report', directory)}"

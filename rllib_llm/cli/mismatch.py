@@ -151,6 +151,8 @@ def _entry(line: str) -> tuple[Any, str]:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         return None, f"not JSON ({error.msg} at character {error.pos})"
+    except (ValueError, RecursionError) as error:  # a number of 5 000 digits, 100 000 brackets
+        return None, f"not JSON ({error})"
     if isinstance(value, dict) and len(found := value.keys() & {"prompt", "token_ids"}) == 1:
         value = value[found.pop()]
         if isinstance(value, str) or (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 from ray import tune
 from tqdm import tqdm
 
+from rllib_llm.cli.bar import SECONDS_BETWEEN_LINES, new_bar
 from rllib_llm.tracking.entries import metrics_of
-
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressCallback(tune.Callback):
@@ -34,7 +32,7 @@ class ProgressCallback(tune.Callback):
             self._began, self._first = time.monotonic(), done
         if sys.stderr.isatty():
             self._draw(done, row)
-        elif time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES or done in (1, self._iterations):
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or done in (1, self._iterations):
             self._last_line = time.monotonic()
             left = time_left(self._began, self._first, done, self._iterations)
             line = f"iteration {done}/{self._iterations}{left}  {status_text(row)}"
@@ -51,19 +49,8 @@ class ProgressCallback(tune.Callback):
 
     def _draw(self, done: int, row: dict[str, float]) -> None:
         if self._bar is None:
-            size = os.get_terminal_size(sys.stderr.fileno())
-            known = (
-                size.columns > 0 and size.lines > 0
-            )  # a pseudo-terminal may have no size, and tqdm then draws nothing
-            self._bar = tqdm(
-                total=self._iterations,
-                initial=done,  # speed and time left are those of the iterations after the first, which starts up
-                unit="it",
-                dynamic_ncols=known,
-                ncols=None if known else 120,
-                nrows=None if known else 20,
-                file=sys.stderr,
-            )
+            # speed and time left are those of the iterations after the first, which starts up
+            self._bar = new_bar(total=self._iterations, initial=done, unit="it")
         self._bar.set_postfix_str(status_text(row), refresh=False)
         self._bar.update(done - self._bar.n)
         self._bar.refresh()

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
+from rllib_llm.cli.bar import SECONDS_BETWEEN_LINES, new_bar
 from rllib_llm.cli.parsing import new_parser, positive
 from rllib_llm.errors import RllibLLMError
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from rllib_llm.algorithm.config import GRPOConfig
     from rllib_llm.warming.ahead import Progress
 
 __all__ = ["CompileBar", "add_warm_parser", "warm_for_training"]
-
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 def add_warm_parser(subparsers: Any) -> None:
@@ -106,7 +104,7 @@ class CompileBar:
         """Draw it anew."""
         if sys.stderr.isatty():
             self._draw(progress)
-        elif time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES or progress.done == progress.total:
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or progress.done == progress.total:
             self._last_line = time.monotonic()
             _say(progress_text(progress))
 
@@ -120,16 +118,7 @@ class CompileBar:
         if self._bar is None or progress.what != self._what:
             self.close()
             self._what = progress.what
-            known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
-            self._bar = tqdm(
-                desc=f"compiling {progress.what}",
-                total=progress.total,
-                unit="size",
-                dynamic_ncols=known,
-                ncols=None if known else 120,
-                nrows=None if known else 20,
-                file=sys.stderr,
-            )
+            self._bar = new_bar(desc=f"compiling {progress.what}", total=progress.total, unit="size")
         self._bar.set_postfix_str(_new_kernels(progress), refresh=False)
         self._bar.update(progress.done - self._bar.n)
 

@@ -216,9 +216,12 @@ def _json_records(file: Path, problems: list[str]) -> Iterator[tuple[str, dict[s
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # not only JSONDecodeError: numbers of 5 000 digits, depth
             if number < len(lines):
-                problems.append(f"{file.name}, line {number}: no JSON ({error.msg} at column {error.colno}).")
+                problems.append(f"{file.name}, line {number}: no JSON ({_reason(error)}).")
             continue
         if isinstance(record, dict):
             yield f"{file.name}, line {number}", record
@@ -240,6 +243,11 @@ def _csv_records(file: Path, problems: list[str]) -> Iterator[tuple[str, dict[st
             yield place, {key: _cell(key, text) for key, text in line.items()}
 
 
+def _reason(error: ValueError | RecursionError) -> str:
+    """Without the line, which is always the first of a text of one."""
+    return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
 def _cell(key: str, text: str | None) -> Any:
     if key == "arm" or not text:
         return text or None
@@ -256,7 +264,7 @@ def _read_description(file: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{file.name}: no JSON ({error}).")
         return {}
     if not isinstance(found, dict):

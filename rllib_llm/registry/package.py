@@ -22,7 +22,7 @@ from typing import Any
 from precision_policies import PrecisionPolicy
 from rllib_llm.models.causal_lm import CausalLM
 from rllib_llm.models.checkpoint import copy_side_files, save_pretrained
-from rllib_llm.models.paths import CONFIG_FILE
+from rllib_llm.models.paths import CONFIG_FILE, read_json
 from rllib_llm.on_disk.owner import Owner
 from rllib_llm.registry.card import model_card
 from rllib_llm.registry.fp8_format import has_fp8_rollout, write_rollout
@@ -113,7 +113,7 @@ def _forget_origin(file: Path) -> None:
     """Drop what transformers noted of the directory that a tokenizer was read from: a path of some machine and user."""
     if not file.is_file():
         return
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = read_json(file)
     kept = {k: v for k, v in settings.items() if not (k.endswith(("name_or_path", "_file")) and _is_path(v))}
     if kept != settings:
         _write_json(file, kept)

@@ -177,6 +177,18 @@ def test_results_without_a_plan_are_no_comparison_to_go_on_with(tmp_path, capsys
     assert "does not hold the plan of a comparison (KeyError: 'definition')" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["{", "9" * 5000, "[" * 100_000, '{"planned": {"arms": [], "seeds": [], "iterations": "x"}, "arms": {}}'],
+)
+def test_a_plan_that_cannot_be_read_is_refused_in_words(tmp_path, capsys, content):
+    """Damage ends with one sentence and status 2, whatever Python raises for it."""
+    (tmp_path / "experiment.yaml").write_text("model: tiny-chain\n")
+    (tmp_path / "compare.json").write_text(content)
+    assert main(["compare", "--resume", str(tmp_path)]) == 2
+    assert "does not hold the plan of a comparison" in capsys.readouterr().err
+
+
 def test_a_comparison_under_way_is_not_resumed_beside_itself(resumed, capsys):
     """Two processes in one directory would mix their curves; the second is refused and changes nothing."""
     directory = resumed[0]

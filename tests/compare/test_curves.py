@@ -129,6 +129,8 @@ def test_all_problems_are_listed_with_their_lines(tmp_path):
     [
         (None, "", "no curves"),
         ("curves.jsonl", "", "no complete row"),
+        ("curves.jsonl", f'{{"arm": {"9" * 5000}}}\n{{}}\n', "line 1: no JSON .*4300 digits"),
+        ("curves.jsonl", "[" * 100_000 + "\n{}\n", "line 1: no JSON .*recursion"),
         ("curves.csv", "arm,iteration\nx,1\n", "no column seed"),
         ("curves.csv", "arm,seed,iteration\nx,0,1,9\n", "line 2: more cells"),
         ("curves.csv", "arm,seed,iteration,r\nx,0,1.5,9\n", "iteration = 1.5"),
@@ -139,6 +141,15 @@ def test_a_directory_without_usable_rows_says_so(tmp_path, name, content, match)
     if name:
         (tmp_path / name).write_text(content)
     with pytest.raises(CurvesError, match=match):
+        read_curves(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "9" * 5000, "[" * 100_000])
+def test_a_description_that_is_no_json_is_a_problem_by_name(tmp_path, content):
+    """Cut off, with a number that Python does not read, or nested beyond its stack."""
+    (tmp_path / "curves.jsonl").write_text('{"arm": "x", "seed": 0, "iteration": 1}\n')
+    (tmp_path / "compare.json").write_text(content)
+    with pytest.raises(CurvesError, match=r"compare\.json: no JSON"):
         read_curves(tmp_path)
 
 

@@ -84,9 +84,14 @@ def test_cli_bad_input_is_2(arguments: list[str], message: str, capsys: pytest.C
 
 
 def test_cli_lists_every_bad_line_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Three bad lines and a good one: all three are named."""
+    """Five bad lines and a good one: all five are named, also a number and a depth that Python does not read."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "1 + 1 ="}\n{"token_ids": []}\nnot json\n{"prompt": 3}\n')
+    file.write_text(
+        '{"prompt": "1 + 1 ="}\n{"token_ids": []}\nnot json\n{"prompt": 3}\n'
+        + "9" * 5000
+        + "\n"
+        + "[" * 100_000
+    )
     assert run("--policy", "bf16", "--prompts", str(file)) == 2
     err = capsys.readouterr().err
-    assert [f"line {n}" in err for n in (1, 2, 3, 4)] == [False, True, True, True]
+    assert [f"line {n}" in err for n in range(1, 7)] == [False, *[True] * 5]

@@ -50,6 +50,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_more_rows_than_are_asked_for_take_no_other_kernel(n: int, k: int) -> None:
     """Four times the bound on rows, in steps of a tile (of more for narrow weights): each kernel is one of those
