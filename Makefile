@@ -2,7 +2,7 @@
 #
 #   make quickstart   train the tiny model with GRPO under unified-fp8 (a few minutes on two cores, no GPU, no hub)
 #   make test         run all tests: both parts, core and vllm, whatever the first says
-#   make test-fast    two minutes for everyday work: no Ray, nothing marked slow
+#   make test-fast    three minutes for everyday work: no Ray, nothing marked slow
 #   make test-core    all but vLLM                  make test-core TESTS=tests/policies PYTEST_ARGS=-x WORKERS=0
 #   make test-vllm    only the tests with real vLLM (CPU build, in .venv-vllm)
 #   make test-random  random examples with a new seed and 40 times as many as in `make test`
